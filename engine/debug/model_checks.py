@@ -27,8 +27,9 @@ READERS = (".attention.wq", ".attention.wk", ".attention.wv",
            ".feed_forward.w1", ".feed_forward.w3")
 MAX_LOGITS = 1 << 22  # max number of logits that the check `loss` holds
 
-# The check `rate`. Above its minimum so far the loss rises by 0.1 nats at a good learning rate and
-# by 1 at a bold but usable one; the first step then changes a matrix by 0.3 of its norm.
+# The check `rate`. At a good learning rate, the loss rises by 0.1 nats above its minimum so far and
+# the first step changes a matrix by 0.3 of its norm. At a bold but usable rate, the loss rises by
+# 1 nat.
 TRIAL_STEPS = 6
 MAX_RISE = 1.4  # nats
 MAX_CHANGE = 2  # norm of the change, relative to the norm of the matrix
@@ -59,7 +60,8 @@ def future(ctx):
                 raise Bug(f"{layer}: position {int(moved[:t].argmax())} moves when token {t} "
                           f"changes: it sees the future, so the loss is meaningless; look at the "
                           f"mask of the attention")
-        if t < T - 1 and not moved[t + 1:].max():  # in the last layer of the loop, the logits
+        # `moved` is now that of the logits, the last entry of `before`.
+        if t < T - 1 and not moved[t + 1:].max():
             raise Bug(f"no position after {t} moves when token {t} changes: the past is not seen; "
                       f"look at the mask of the attention")
 
@@ -95,7 +97,8 @@ def norms(ctx):
     names = [layer + part for layer in layers for part in ("", ".attention", *READERS)]
     with capture({name: model.get_submodule(name) for name in [*names, "output"]}) as calls:
         block_outputs(model, ctx.x[:1], ctx.amp)
-    # The residual stream before the RMSNorm in front of each matrix.
+    # Collect the residual stream before the RMSNorm in front of each matrix. calls[name] is the
+    # (input, output) of a module.
     residuals = {"output": calls[layers[-1]][1]}
     for layer in layers:
         x, attended = calls[layer][0].float(), calls[layer + ".attention"][1].float()
@@ -187,8 +190,8 @@ def plain_attention(module, x, args, halves=False):
 def loss(ctx):
     """
     Find a loss that is not the mean cross entropy of the logits, and a wrong initialization: fresh
-    weights must give all tokens about the same logit. The input token is left out, since tied
-    weights raise its own logit, the more so the wider the model.
+    weights must give all tokens except the input token about the same logit. Tied weights raise
+    the logit of the input token, the more so the wider the model.
     """
     V, model = ctx.args.vocab_size, ctx.model
     model.eval()
@@ -224,14 +227,20 @@ def loss(ctx):
         logits = model(ids[:, None])[0][:, 0].float()  # (ids, V), each id is a sequence of its own
     is_other = torch.arange(V, device=ctx.device) != ids[:, None]
     others = logits[is_other].view(len(ids), V - 1)
-    likely = (others.logsumexp(1) - others.mean(1)).mean().item()
-    if not abs(likely - math.log(V - 1)) < slack:
+    # The mean loss on targets drawn at random from all tokens but the input token.
+    random_loss = (others.logsumexp(1) - others.mean(1)).mean().item()
+    if not abs(random_loss - math.log(V - 1)) < slack:
         raise Bug(f"a fresh model finds some tokens much likelier than others: its loss on random "
-                  f"targets is {likely:.2f}, expected {math.log(V - 1):.2f} of equal chances; look "
-                  f"at the initialization")
+                  f"targets is {random_loss:.2f}, expected {math.log(V - 1):.2f} of equal chances; "
+                  f"look at the initialization")
 
 
 # ---- gradients --------------------------------------------------------------------------------
+
+def set_deterministic_mode(ctx):
+    """Set training mode; if the model has dropout, evaluation mode, which turns it off."""
+    ctx.model.train(not ctx.args.dropout)
+
 
 def gradients(ctx):
     """
@@ -239,7 +248,7 @@ def gradients(ctx):
     get a finite gradient other than zero. Random tokens replace the batch: if all its tokens were
     equal, all values would be too, and the queries and keys would have the gradient zero.
     """
-    ctx.model.train(not ctx.args.dropout)
+    set_deterministic_mode(ctx)
     x, y = random_tokens(ctx)
     with capture({"embedding": ctx.model.tok_embeddings}) as calls, ctx.amp:
         value = ctx.model(x, y)[1]
@@ -269,7 +278,8 @@ def gradients(ctx):
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
-    # The gradient of the classifier hides a missing one of the embedding that is tied to it.
+    # If the embedding and the classifier are tied, their weight gets a gradient from the classifier
+    # even if the output of the embedding is detached.
     if not ctx.sharded and (embedded.grad is None or not embedded.grad.norm()):
         raise Bug("the output of tok_embeddings gets no gradient: after it something is detached")
 
@@ -305,30 +315,34 @@ def accumulation(ctx):
     Find a wrong divisor: the micro-batches of train_step must give the gradient that one forward
     pass of the whole batch gives.
     """
-    ctx.model.train(not ctx.args.dropout)
+    set_deterministic_mode(ctx)
     x, y = ctx.small
     # The mean of the micro-batches' means equals the mean over the batch only if all sequences have
-    # as many targets. Unmask every target (as token 0), except in sequences that have none.
+    # the same number of targets. Replace masked targets by token 0, except in sequences whose
+    # targets are all masked.
     y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
     real = (y >= 0).any(1).sum().item()
     recorder = GradientRecorder(ctx.model, copy.deepcopy(ctx.scale))
     _, norm, _ = ctx.step(0, ctx.model, recorder, (x, y))
-    ctx.model.train(not ctx.args.dropout)
+    set_deterministic_mode(ctx)
     x, y = distributed.to_device(ctx.device, x, y)
     accumulated = ctx.config.gradient_accumulation_steps
-    # As in train_step: the sequences with targets, relative to the nominal number per process.
+    # As in train_step: this process's number of sequences with targets, relative to its nominal
+    # number of sequences, which is batch_size * accumulated / world.
     share = real * distributed.world / (ctx.config.batch_size * accumulated)
     with ctx.amp:
         value = ctx.model(x, y)[1] * share
     (value * ctx.scale.factor).backward()
     whole, stepped = recorder.current(), recorder.gradients
-    size, clipped = total_norm(whole.values()), total_norm(stepped.values())
+    whole_norm, stepped_norm = total_norm(whole.values()), total_norm(stepped.values())
     setting = f"with gradient_accumulation_steps={accumulated}"
-    ratio = norm.item() / (size / ctx.scale.factor)
+    ratio = norm.item() / (whole_norm / ctx.scale.factor)  # `norm` is from before clipping
     if not abs(ratio - 1) < 0.05:
         raise Bug(f"a step's gradient has {ratio:.3g} times the norm of its batch's gradient in "
                   f"one pass, {setting}; look at what divides a micro-batch's loss")
-    gap = total_norm([stepped[name] / clipped - grad / size for name, grad in whole.items()])
+    # train_step has clipped its gradient, so compare only the directions.
+    gap = total_norm([stepped[name] / stepped_norm - grad / whole_norm
+                      for name, grad in whole.items()])
     if not gap < (0.02 if ctx.record["compute_dtype"] == "float32" else 0.2):
         raise Bug(f"a step's gradient is not its batch's gradient in one pass (they differ by "
                   f"{gap:.2g} of their norm), {setting}; look at the weights of the micro-batches")
@@ -348,7 +362,7 @@ def rate(ctx):
     if ctx.sharded:
         raise Skip
     model, config, losses = ctx.model, ctx.config, []
-    model.train(not ctx.args.dropout)
+    set_deterministic_mode(ctx)
     opt = ctx.make_optimizer(model, config)
     opt.scale = copy.deepcopy(ctx.scale)
     with restored(model) as before:

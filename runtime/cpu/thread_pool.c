@@ -13,7 +13,8 @@ enum {
     SLICES = 4,                 // slices of a share
     SPINS_BEFORE_HELP = 16,     // before a worker takes slices of others; about 300 nanoseconds
     SPINS_BEFORE_SLEEP = 20000, // of a worker without steps; about 200 microseconds
-    MIN_WORK = 20000,           // min multiplications per step, on average, for a list to be shared
+    // min multiplications per step, on average over a list of steps, for workers to share the list
+    MIN_WORK = 20000,
 };
 
 // Sets begin and end to share i of n items, items begin..end-1.
@@ -29,22 +30,23 @@ static int slice_start(int begin, int end, int slice) {
     return slice < SLICES ? end - ((end - begin) >> 2 * slice) : end;
 }
 
-// Takes slices of share i of this worker's step until all are taken, and runs them. `taken` is past
-// `last` if other workers have finished the step and begun the next. Once a slice has been taken,
-// no worker can leave the step before the slice is finished, so pool->steps and pool->first do not
-// change meanwhile.
+// Takes slices of share i of this worker's step until all are taken, and runs them. `taken` counts
+// the share's taken slices from the start of the pool, SLICES per step. It is end_slice once all
+// slices of this step are taken, and more if other workers have begun the next step. Once a slice
+// has been taken, no worker can leave the step before the slice is finished, so pool->steps and
+// pool->first, the number of steps[0], do not change meanwhile.
 static void take_slices(Worker *self, int i) {
     ThreadPool *pool = self->pool;
     atomic_uint *taken = &pool->workers[i].taken;
-    unsigned slice = atomic_load(taken), last = (self->step + 1) * SLICES, done = 0;
-    while ((int)(last - slice) > 0) {
+    unsigned slice = atomic_load(taken), end_slice = (self->step + 1) * SLICES, done = 0;
+    while ((int)(end_slice - slice) > 0) {
         if (!atomic_compare_exchange_weak(taken, &slice, slice + 1)) continue;
         const Step *step = &pool->steps[self->step - pool->first];
         int begin, end;
         share_of(step->n, pool->n_threads, i, &begin, &end);
-        int first = slice_start(begin, end, slice % SLICES);
-        int next = slice_start(begin, end, slice % SLICES + 1);
-        if (first < next) step->task(self, step->args, first, next);
+        int first_item = slice_start(begin, end, slice % SLICES);
+        int end_item = slice_start(begin, end, slice % SLICES + 1);
+        if (first_item < end_item) step->task(self, step->args, first_item, end_item);
         slice++, done++;
     }
     if (!done) return;
@@ -66,19 +68,21 @@ static bool is_finished(ThreadPool *pool, unsigned step) {
 static void run_step(Worker *self) {
     ThreadPool *pool = self->pool;
     int me = (int)(self - pool->workers), n = pool->n_threads;
-    self->prepared = false;
+    self->prepared = false; // this worker's buffers still hold activations of an earlier step
     take_slices(self, me);
     for (int spins = 1; !is_finished(pool, self->step); spins++) {
         PAUSE();
+        // Help each other worker once: the condition on spins is true in a single iteration.
         for (int i = 1; spins == SPINS_BEFORE_HELP && i < n; i++) take_slices(self, (me + i) % n);
         if (spins % 1024 == 0) sched_yield();
     }
     self->step++;
 }
 
-// Returns whether the worker must not sleep. The loads are sequentially consistent, as are those of
-// `sleepers`: either a worker that is about to sleep sees the new goal, or the caller that has set
-// the goal sees the sleeper and wakes it.
+// Returns whether the worker has steps to run or must return. A worker first adds itself to
+// `sleepers`, then loads `goal` and `stopping` here. The caller first stores `goal` or `stopping`,
+// then loads `sleepers`. All of these are sequentially consistent, so either the worker sees the
+// new value, or the caller sees the sleeper and wakes it.
 static bool has_work(const Worker *w) {
     return atomic_load(&w->pool->goal) != w->step || atomic_load(&w->pool->stopping);
 }
