@@ -1,25 +1,28 @@
-// Curves: read from the server, kept up to date by live events, drawn by Bokeh or as plain lines.
+// Curves: loaded from the server, extended by live events, drawn by Bokeh or as plain SVG lines.
 import { download, format, get, notify } from "./app.js"
 import { button, floats, h, row } from "./dom.js"
 import { t } from "./words.js"
 
-const bokeh = window.Bokeh  // index.html loads it first; the file is empty if it is not installed
+const bokeh = window.Bokeh  // from bokeh.js, which is empty if Bokeh is not installed
 bokeh?.set_log_level("error")
 export const axes = { tokens: "Tokens", iter: "Steps", seconds: "Seconds" }
 
-/** The points of a metric of all runs, or of one. */
+/**
+ * The points of a metric, of all runs or of one. lines: Map of run name to { x, y, rows }; rows is
+ * the number of rows read from the run's log.
+ */
 export class Curves {
   constructor(metric, axis, run) {
     Object.assign(this, { metric, axis, run, lines: new Map(), requests: 0, range: {} })
   }
 
-  /** Read all points. range: {} or { from, to } on the x axis. */
+  /** Load all points, thinned by the server. range: {} or { from, to } on the x axis. */
   async load(range = this.range) {
     const number = ++this.requests
     const query = { metric: this.metric, x: this.axis, run: this.run || "", ...range }
     const found = await get("api/curves", query)
-    if (number !== this.requests) return  // a later request has begun
-    const xs = floats(found.x), ys = floats(found.y)
+    if (number !== this.requests) return  // a later load() has begun
+    const xs = floats(found.x), ys = floats(found.y)  // the points of one run after another
     this.range = range
     this.lines.clear()
     let start = 0
@@ -31,7 +34,11 @@ export class Curves {
     }
   }
 
-  /** Add the points of a live event. Return whether it has any; "again": load() is needed. */
+  /**
+   * Add the points of a live event (see RunApi.live in run_api.py): rows { metric: values } from
+   * row `from` of the log on. Return whether it has points, or "again" if load() is needed, because
+   * rows were missed, the log was rewritten or the curve is new.
+   */
   add({ run, from, rows, again }) {
     if (!run || this.run && run.name !== this.run) return false
     const line = this.lines.get(run.name)
@@ -51,10 +58,10 @@ export class Curves {
   }
 }
 
-/** Exponential moving average with bias correction. decay: the weight of the past; 0: none. */
+/** Return the exponential moving average with bias correction. decay: 0 (no smoothing) to < 1. */
 export function smooth(ys, decay) {
   if (!decay) return ys
-  let sum = 0, weight = 0
+  let sum = 0, weight = 0  // weight: of all values in the sum, 1 in the limit
   return ys.map(y => {
     sum = decay * sum + (1 - decay) * y
     weight = decay * weight + 1 - decay
@@ -64,22 +71,27 @@ export function smooth(ys, decay) {
 
 // ---- charts
 
-const charts = new Set()  // all that are shown: they share the range of x
-let resetting = false
+const charts = new Set()  // all charts in the page: a zoom of one zooms all
+let resetting = false  // ignore the range events that Bokeh sends on a reset
 
+/** Show the whole range in all charts. */
 function resetZoom() {
   resetting = true
   for (const chart of charts) chart.reset()
   setTimeout(() => { resetting = false }, 100)
 }
 
-/** Make an object of Bokeh. */
+/** Make a Bokeh model, such as a "Plot". */
 const make = (name, attributes = {}) => new (bokeh.Models.get(name))(attributes)
-/** Bind attributes of a glyph to columns of its data. */
+/** Bind a glyph's attributes to columns of its data source. names: { attribute: column }. */
 const columns = names =>
   Object.fromEntries(Object.entries(names).map(([name, field]) => [name, { field }]))
 
-/** A chart in a card: lines { name, color, x, y, width, alpha }, bands { color, x, low, high }. */
+/**
+ * A chart in a card, drawn from lines { name, color, x, y, width, alpha } and
+ * bands { color, x, low, high }. csv: address of the numbers; remove(): called by its button;
+ * axis: a key of axes; onzoom(range), set by the owner: loads the points of a range.
+ */
 export class Chart {
   constructor(title, { csv, remove, axis }) {
     const place = h("div", { class: "chart", role: "img", "aria-label": title })
@@ -99,6 +111,7 @@ export class Chart {
     this.clear()
   }
 
+  /** Remove the plot from the page and from Bokeh. */
   clear() {
     this.manager?.clear?.()
     if (this.plot) bokeh.documents.splice(bokeh.documents.indexOf(this.plot.document), 1)
@@ -106,15 +119,16 @@ export class Chart {
     this.plot = null
   }
 
+  /** Draw the curves. Only a changed scale of an axis needs a new plot. */
   async draw(lines, bands, { logx, logy }) {
     if (!bokeh) return this.drawPlain(lines, logx, logy)
-    // Copies, because Bokeh takes an array that has only grown for an unchanged one.
+    // Copy the arrays: Bokeh treats the same array, grown by some points, as unchanged.
     const lineData = {
       xs: lines.map(line => [...line.x]), ys: lines.map(line => [...line.y]),
       color: lines.map(line => line.color), name: lines.map(line => line.name),
       alpha: lines.map(line => line.alpha ?? 1), width: lines.map(line => line.width ?? 1.6),
     }
-    const bandData = {  // around each band: there along its top, back along its bottom
+    const bandData = {  // each band is a polygon: its top from left to right, its bottom back
       xs: bands.map(band => [...band.x, ...band.x.toReversed()]),
       ys: bands.map(band => [...band.high, ...band.low.toReversed()]),
       color: bands.map(band => band.color),
@@ -122,7 +136,7 @@ export class Chart {
     if (this.plot && this.scales === `${logx} ${logy}`) {
       this.lineSource.data = lineData
       this.bandSource.data = bandData
-    } else if (!this.busy) {
+    } else if (!this.busy) {  // while a plot is being built, further draws are dropped
       this.busy = true
       try {
         await this.build(lineData, bandData, logx, logy)
@@ -161,7 +175,7 @@ export class Chart {
     plot.on_event("rangesupdate", () => this.zoom(plot.x_range.start, plot.x_range.end))
   }
 
-  /** Make an empty plot with its axes and grids, in the page's colours. */
+  /** Return an empty plot with axes and grids in the page's colours. */
   frame(logx, logy) {
     const style = getComputedStyle(document.documentElement)
     const color = name => style.getPropertyValue(name).trim()
@@ -188,16 +202,17 @@ export class Chart {
     return plot
   }
 
+  /** Return Bokeh's view of the plot. Without `roots`, older managers are themselves iterable. */
   get view() { return this.manager && [...this.manager.roots ?? this.manager][0] }
 
-  /** Show the range that was selected in this chart in all charts, with all their points in it. */
+  /** Show the x range selected here in all charts with this axis, and load their points in it. */
   zoom(start, end) {
     if (resetting) return
-    this.plot.y_range.have_updated_interactively = false  // so that it follows what is shown
+    this.plot.y_range.have_updated_interactively = false  // y fits the shown points again
     for (const other of charts) {
       if (!other.plot || other.axis !== this.axis) continue
       if (other !== this) {
-        other.plot.x_range.have_updated_interactively = true
+        other.plot.x_range.have_updated_interactively = true  // x is not fitted to the points
         other.plot.x_range.setv({ start, end })
       }
       other.onzoom?.({ from: start, to: end })
@@ -214,22 +229,22 @@ export class Chart {
     this.view?.export("png").canvas.toBlob(blob => download(blob, name))
   }
 
-  /** Draw without Bokeh: lines, and the numbers at the ends of the axes. */
+  /** Draw without Bokeh, in an SVG of 600 x 300: the lines, and min and max of both axes. */
   drawPlain(lines, logx, logy) {
     const [fx, fy] = [logx, logy].map(isLog => isLog ? Math.log10 : Number)
-    const point = (x, y) => ({ x, y, across: fx(x), down: fy(y) })
+    const point = (x, y) => ({ x, y, scaledX: fx(x), scaledY: fy(y) })
     const points = lines.map(({ x, y }) =>
-      x.map((_, i) => point(x[i], y[i])).filter(p => isFinite(p.across + p.down)))
-    const all = points.flat(), first = all[0] ?? { x: 0, y: 0, across: 0, down: 0 }
-    const minBy = axis => all.reduce((a, b) => b[axis] < a[axis] ? b : a, first)
-    const maxBy = axis => all.reduce((a, b) => b[axis] > a[axis] ? b : a, first)
-    const left = minBy("across"), right = maxBy("across")
-    const low = minBy("down"), high = maxBy("down")
-    const px = p => 50 + 540 * (p.across - left.across) / (right.across - left.across || 1)
-    const py = p => 10 + 260 * (high.down - p.down) / (high.down - low.down || 1)
-    const line = (some, n) => h("polyline", {
+      x.map((_, i) => point(x[i], y[i])).filter(p => isFinite(p.scaledX + p.scaledY)))
+    const all = points.flat(), first = all[0] ?? { x: 0, y: 0, scaledX: 0, scaledY: 0 }
+    const minBy = key => all.reduce((a, b) => b[key] < a[key] ? b : a, first)
+    const maxBy = key => all.reduce((a, b) => b[key] > a[key] ? b : a, first)
+    const left = minBy("scaledX"), right = maxBy("scaledX")
+    const low = minBy("scaledY"), high = maxBy("scaledY")
+    const pixelX = p => 50 + 540 * (p.scaledX - left.scaledX) / (right.scaledX - left.scaledX || 1)
+    const pixelY = p => 10 + 260 * (high.scaledY - p.scaledY) / (high.scaledY - low.scaledY || 1)
+    const line = (part, n) => h("polyline", {
       fill: "none", stroke: lines[n].color, "stroke-opacity": lines[n].alpha ?? 1,
-      points: some.map(p => `${px(p).toFixed(1)},${py(p).toFixed(1)}`).join(" ") })
+      points: part.map(p => `${pixelX(p).toFixed(1)},${pixelY(p).toFixed(1)}`).join(" ") })
     const labels = [[2, 18, high.y], [2, 268, low.y], [50, 290, left.x], [540, 290, right.x]]
     const label = ([x, y, value]) => h("text", { x, y }, format(value))
     this.place.replaceChildren(h("svg", { viewBox: "0 0 600 300", preserveAspectRatio: "none" },

@@ -1,4 +1,5 @@
-// The runs: charts of all, a table of what differs and what was reached, parallel coordinates.
+// The view "Runs": charts of all runs, a table of their settings and results, parallel coordinates.
+// The view of one run, follow.js, uses the charts, too.
 import {
   colors, debounce, downloadFrom, format, get, link, listen, notify, post, state, throttle,
 } from "./app.js"
@@ -6,12 +7,12 @@ import { Chart, Curves, axes, smooth } from "./charts.js"
 import { button, card, h, row, select, table } from "./dom.js"
 import { t } from "./words.js"
 
-/** Return the reader's choices for charts, from the address. */
+/** Return the user's choices for the charts, from the address. */
 const choices = () => ({
   axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
   logy: state.get("logy", "1") === "1", decay: Number(state.get("smooth", "0")) })
 
-/** Make the controls of charts. change(reload); reload: whether other points are needed. */
+/** Make the controls of charts. change(reload): reload is true if new points are needed. */
 export function controls(change) {
   const set = (name, value, reload) => {
     state.set({ [name]: value })
@@ -31,22 +32,27 @@ export function controls(change) {
 }
 
 /**
- * A grid of charts. run: a run's name, "": all runs; look(name): { color, hidden, group } of a run;
- * usual: the metrics that are shown unless the address names others.
+ * A grid of charts. run: the only run to draw, or "" for all; styleOf(name): { color, hidden,
+ * group } of a run; defaultMetrics: the metrics shown unless the address names others.
  */
 export class Charts {
-  constructor({ run = "", look, usual }) {
-    Object.assign(this, { place: h("div", { class: "grid" }), run, look, usual, charts: [] })
+  constructor({ run = "", styleOf, defaultMetrics }) {
+    const place = h("div", { class: "grid" })
+    Object.assign(this, { place, run, styleOf, defaultMetrics, charts: [] })
     this.draw = throttle(() => this.drawAll("redrawn"), 120)
   }
 
-  get metrics() { return state.get("charts") ? state.get("charts").split(",") : this.usual }
+  get metrics() {
+    return state.get("charts") ? state.get("charts").split(",") : this.defaultMetrics
+  }
 
+  /** Show charts of these metrics, and keep them in the address. */
   show(metrics) {
     state.set({ charts: metrics.join(",") })
     this.build()
   }
 
+  /** Draw all charts, then set the performance mark. */
   async drawAll(mark) {
     await Promise.all(this.charts.map(one => one.draw()))
     markTime(mark)
@@ -64,6 +70,7 @@ export class Charts {
     markTime("drawn")
   }
 
+  /** Return { chart, curves, draw(), reload() } of a metric. */
   make(metric) {
     const { axis } = choices(), curves = new Curves(metric, axis, this.run)
     const csv = `api/csv?${new URLSearchParams({ metric, run: this.run })}`
@@ -78,11 +85,14 @@ export class Charts {
     return { chart, curves, draw, reload: throttle(load, 500) }
   }
 
-  /** Return [lines, bands] of the shown runs. The server computes the mean and band of a group. */
+  /**
+   * Return the smoothed [lines, bands] of the shown runs: a line for each run, over its faint raw
+   * curve; if runs are grouped, the mean of each group and its band from min to max.
+   */
   async lines(curves) {
     const { decay } = choices(), raw = [], lines = [], groups = {}
     for (const [name, { x, y }] of curves.lines) {
-      const { color, hidden, group } = this.look(name)
+      const { color, hidden, group } = this.styleOf(name)
       if (hidden || !x.length) continue
       if (group !== undefined) {
         groups[group] ??= { title: group, color, runs: [] }
@@ -96,6 +106,7 @@ export class Charts {
     return [[...raw, ...lines, ...bands], bands]
   }
 
+  /** Return the mean and the band of each group, computed by the server. */
   async bands(groups, { metric, axis, range }, decay) {
     if (!groups.length) return []
     const query = { metric, x: axis, ...range, groups: groups.map(group => group.runs) }
@@ -106,7 +117,7 @@ export class Charts {
     })
   }
 
-  /** Draw the points of a live event. */
+  /** Take over a live event: draw its points, or load all points again. */
   add(event) {
     for (const { curves, reload } of this.charts) {
       const news = event.hello ? "again" : curves.add(event)
@@ -117,20 +128,20 @@ export class Charts {
 
   end() { this.charts.forEach(one => one.chart.end()) }
 
-  /** Make the drop-down that adds a chart. */
+  /** Make the drop-down that adds a chart. names: of metrics. */
   adder(names) {
     const add = name => name && this.show([...this.metrics, name])
     return select(t("Add a chart"), [["", "…"], ...names], "", add)
   }
 }
 
-/** Note when a picture was painted, for the tests that measure it. */
+/** Set a performance mark after the next paint. Tests read "drawn" to measure the page. */
 function markTime(name) {
   performance.clearMarks(name)
   requestAnimationFrame(() => setTimeout(() => performance.mark(name)))
 }
 
-/** Compare for sorting: numbers, then texts, then missing values. */
+/** Compare two values for sort(): numbers come first, then texts, then missing values. */
 function compareValues(a, b) {
   const rank = value => {
     if (value === undefined || value === null) return 2
@@ -141,15 +152,18 @@ function compareValues(a, b) {
 }
 
 export async function show(main) {
-  let found, order = [], reads = 0
-  const hidden = new Set(JSON.parse(state.get("hide", "[]"))), looks = new Map()
-  const look = name => looks.get(name) || { color: "#888", hidden: true }
-  const charts = new Charts({ look, usual: ["loss/val", "loss/train"] })
+  let found       // the answer of api/runs
+  let order = []  // its runs that match the filter, sorted
+  let reads = 0   // reloads while the server was still reading logs
+  const hidden = new Set(JSON.parse(state.get("hide", "[]"))), styles = new Map()
+  const styleOf = name => styles.get(name) || { color: "#888", hidden: true }
+  const charts = new Charts({ styleOf, defaultMetrics: ["loss/val", "loss/train"] })
   const body = card(), parallel = h("div"), tools = h("div", { class: "card" })
   const values = run => ({ ...run.results, ...run.settings, run: run.name, tags: run.tags })
   const sorting = () => ({
     column: state.get("sort", "best loss/val"), descending: state.get("down") === "1" })
 
+  /** Return the filter as a regular expression that matches all if the user's is malformed. */
   function filter() {
     try {
       return new RegExp(state.get("filter"), "i")
@@ -159,23 +173,24 @@ export async function show(main) {
     }
   }
 
-  /** Find the order of the runs, and the colour and group of each, and which are hidden. */
+  /** Sort and filter the runs, and set the style of each: colour, group, whether it is hidden. */
   function arrange() {
     const by = state.get("group"), pattern = filter(), { column, descending } = sorting()
     const groups = [...new Set(found.runs.map(run => run.settings[by]))]
     const matches = run => pattern.test(run.name) || pattern.test(run.tags || "")
     found.runs.forEach((run, n) => {
-      const value = run.settings[by], own = by ? "" : run.color
-      looks.set(run.name, {
+      const value = run.settings[by], ownColor = by ? "" : run.color
+      styles.set(run.name, {
         hidden: hidden.has(run.name) || !matches(run),
         group: by ? `${by}=${value}` : undefined,
-        color: own || colors[(by ? groups.indexOf(value) : n) % colors.length] })
+        color: ownColor || colors[(by ? groups.indexOf(value) : n) % colors.length] })
     })
     const sign = descending ? -1 : 1
     const compare = (a, b) => sign * compareValues(values(a)[column], values(b)[column])
     order = found.runs.filter(matches).sort(compare)
   }
 
+  /** Draw all again after a change of the user's choices. reload: true: load new points. */
   function changed(reload) {
     arrange()
     drawTable()
@@ -183,9 +198,9 @@ export async function show(main) {
     else charts.draw()
   }
 
-  function hide(names, yes) {
+  function setHidden(names, isHidden) {
     for (const name of names) {
-      if (yes) hidden.add(name)
+      if (isHidden) hidden.add(name)
       else hidden.delete(name)
     }
     state.set({ hide: hidden.size ? JSON.stringify([...hidden]) : "" })
@@ -204,11 +219,12 @@ export async function show(main) {
       h("button", { onclick: sort }, t(name), isSorted && (descending ? " ▾" : " ▴")))
   }
 
+  /** Make a row with empty cells; update() fills them. */
   function runRow(run, columns) {
     const box = h("input", {
       type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
-      style: `accent-color: ${look(run.name).color}`,
-      onchange: event => hide([run.name], !event.target.checked) })
+      style: `accent-color: ${styleOf(run.name).color}`,
+      onchange: event => setHidden([run.name], !event.target.checked) })
     const name = h("a", { href: link("run", { run: run.name }) }, run.name)
     const first = h("td", {}, h("span", { class: "row" }, box, name,
       h("span", { class: "good training" }), h("span", { class: "bad odd" })))
@@ -224,10 +240,10 @@ export async function show(main) {
     update()
     Object.assign(body.firstChild, { scrollTop, scrollLeft })
     const shown = order.filter(run => !hidden.has(run.name))
-    parallel.replaceChildren(...coordinates(shown, found.settings, look))
+    parallel.replaceChildren(...coordinates(shown, found.settings, styleOf))
   }
 
-  /** Write new numbers into the cells, so that the table keeps its scroll position and focus. */
+  /** Fill the cells in place, so that the table keeps its scroll position and focus. */
   function update() {
     const runs = new Map(found.runs.map(run => [run.name, run]))
     for (const line of body.querySelectorAll("tr[data-run]")) {
@@ -259,8 +275,8 @@ export async function show(main) {
       h("label", {}, t("Filter"), search),
       select(t("Group by"), groupings, state.get("group"), group => choose({ group })),
       charts.adder(found.metrics), controls(changed),
-      button(t("Show all"), () => hide(names(), false)),
-      button(t("Hide all"), () => hide(names(), true)),
+      button(t("Show all"), () => setHidden(names(), false)),
+      button(t("Hide all"), () => setHidden(names(), true)),
       button(t("Save as one HTML file"), saveShown)))
   }
 
@@ -282,21 +298,24 @@ export async function show(main) {
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, body, parallel)
   await Promise.all([charts.build(ready), ready.then(drawTools)])
-  // The curves are painted before the table is made.
+  // Let the browser paint the curves before the table is made.
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)))
   drawTable()
   if (!found.runs.length) notify(t("No runs yet: start one"))
   return { end: () => charts.end() }
 }
 
-/** Draw parallel coordinates: numeric settings that differ, then the loss; a line for each run. */
-function coordinates(runs, settings, look) {
+/**
+ * Return [a card with parallel coordinates], or [] if there is too little to show: an axis for each
+ * numeric setting that differs (8 at most) and for the loss, and a line for each run.
+ */
+function coordinates(runs, settings, styleOf) {
   const isNumber = value => typeof value === "number"
-  const isUseful = name => {
+  const isNumericAndDiffers = name => {
     const all = runs.map(run => run.settings[name])
     return all.every(isNumber) && new Set(all).size > 1
   }
-  const names = settings.filter(isUseful).slice(0, 8)
+  const names = settings.filter(isNumericAndDiffers).slice(0, 8)
   if (runs.length < 3 || !names.length) return []
   const loss = run => run.results["best loss/val"] ?? run.results["last loss/train"]
   const columns = names.map(name => ({ name, value: run => run.settings[name] }))
@@ -304,8 +323,8 @@ function coordinates(runs, settings, look) {
   columns.forEach((column, n) => {
     const all = runs.map(column.value).filter(isNumber)
     const low = Math.min(...all), high = Math.max(...all)
-    const scale = low > 0 && high / low > 20 ? Math.log : Number
-    const range = scale(high) - scale(low) || 1
+    const scale = low > 0 && high / low > 20 ? Math.log : Number  // a wide range: log axis
+    const range = scale(high) - scale(low) || 1  // 1: all values are equal
     const y = run => 25 + 190 * (1 - (scale(column.value(run)) - scale(low)) / range)
     Object.assign(column, { low, high, y, x: 60 + n * 760 / (columns.length - 1) })
   })
@@ -314,7 +333,7 @@ function coordinates(runs, settings, look) {
     h("text", { x, y: 12, "text-anchor": "middle" }, name),
     h("text", { x: x + 4, y: 34 }, format(high)), h("text", { x: x + 4, y: 212 }, format(low))]
   const line = run => h("polyline", {
-    fill: "none", stroke: look(run.name).color, "stroke-width": 1.5, "stroke-opacity": 0.75,
+    fill: "none", stroke: styleOf(run.name).color, "stroke-width": 1.5, "stroke-opacity": 0.75,
     points: columns.map(({ x, y }) => `${x},${y(run)}`).join(" ") }, h("title", {}, run.name))
   const lines = runs.filter(run => isNumber(loss(run))).map(line)
   const picture = h("svg", { viewBox: "0 0 900 240" }, columns.map(axis), lines)

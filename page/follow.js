@@ -1,14 +1,14 @@
-// One run: its curves as they grow, what it printed and logged, and its files.
+// The view of one run: its growing curves, its output, tables, alerts, files, notes and settings.
 import { copyable, format, get, link, listen, notify, post, state, throttle } from "./app.js"
 import { Charts, controls } from "./compare.js"
 import { button, card, h, row, select, soft, table } from "./dom.js"
 import { t } from "./words.js"
 
 const COLOR = "#0072b2"
-const CHARTS = ["loss/train", "loss/val", "lr", "grad/norm", "perf/tokens_per_sec",
+const DEFAULT_METRICS = ["loss/train", "loss/val", "lr", "grad/norm", "perf/tokens_per_sec",
   "logits/entropy"]
 const HEADLINE = ["loss/train", "loss/val", "bpb/val", "perf/tokens_per_sec"]
-const TABLES = {  // of a row of the log: title, columns
+const TABLES = {  // {field of a log's row: [title, names of the columns]}
   samples: ["Samples", "prompt", "how", "text"],
   predictions: ["Predictions", "split", "input", "target", "p(target)", "1st", "p(1st)", "2nd",
     "p(2nd)", "3rd", "p(3rd)"],
@@ -17,25 +17,26 @@ const TABLES = {  // of a row of the log: title, columns
 export async function show(main) {
   const name = state.get("run"), { knobs } = await get("api/knobs")
   let run = await get("api/run", { run: name }), { jobs } = await get("api/jobs")
-  let first = null  // the first step seen here and when: the time left follows from it
-  const usual = CHARTS.filter(metric => metric in run.results || metric === "loss/train")
-  const charts = new Charts({ run: name, look: () => ({ color: COLOR }), usual })
+  let first = null  // { iter, now (ms) } of the first step seen here, to estimate the time left
+  const isShown = metric => metric in run.results || metric === "loss/train"
+  const defaultMetrics = DEFAULT_METRICS.filter(isShown)
+  const charts = new Charts({ run: name, styleOf: () => ({ color: COLOR }), defaultMetrics })
   const top = h("div", { class: "card" }), tables = h("div"), side = h("div")
   const job = () => jobs.find(other => other.out_dir === name)
 
-  /** Return the seconds until the last step, or null if they can't be known. */
-  function secondsLeft(iter, all) {
+  /** Estimate the seconds until step maxIters. Return null before a second step is seen. */
+  function secondsLeft(iter, maxIters) {
     const now = Date.now()
     if (!first || first.iter > iter) first = { iter, now }
     if (!run.training || iter === first.iter) return null
-    return (now - first.now) / (iter - first.iter) * (all - iter) / 1000
+    return (now - first.now) / (iter - first.iter) * (maxIters - iter) / 1000
   }
 
   function drawTop() {
-    const { iter = 0 } = run.results, all = run.max_iters || iter || 1
-    const left = secondsLeft(iter, all)
+    const { iter = 0 } = run.results, maxIters = run.max_iters || iter || 1
+    const left = secondsLeft(iter, maxIters)
     const status = run.training ? `● ${t("training")}`
-      : iter >= all ? t("finished") : t("not training")
+      : iter >= maxIters ? t("finished") : t("not training")
     const stop = async () => {
       await post("api/stop", { run: name })
       notify(t("Stopping; it saves a checkpoint first"))
@@ -44,7 +45,7 @@ export async function show(main) {
       await post("api/start", { resume: name, knobs: {} })
       notify(t("Queued"))
     }
-    const wandb = { href: run.wandb, rel: "noopener noreferrer", target: "_blank" }
+    const wandbLink = { href: run.wandb, rel: "noopener noreferrer", target: "_blank" }
     const numbers = HEADLINE.filter(metric => metric in run.results)
       .map(metric => ` · ${metric} ${format(run.results[metric])}`)
     top.replaceChildren(
@@ -52,20 +53,22 @@ export async function show(main) {
         h("span", { class: run.training ? "good" : "soft" }, status),
         run.training ? button(t("Stop"), stop) : button(t("Resume"), resume),
         h("a", { href: link("start", settings()) }, t("Duplicate with changes")),
-        /^https?:\/\//.test(run.wandb) && h("a", wandb, "W&B")),
-      h("progress", { max: all, value: Math.min(iter, all), "aria-label": t("Progress") }),
-      soft(`${t("step")} ${format(iter)} ${t("of")} ${format(all)}`,
+        /^https?:\/\//.test(run.wandb) && h("a", wandbLink, "W&B")),
+      h("progress", {
+        max: maxIters, value: Math.min(iter, maxIters), "aria-label": t("Progress") }),
+      soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`,
         left !== null && ` · ${t("left")} ${duration(left)}`, numbers),
       run.odd ? h("p", { class: "bad" }, run.odd) : "",
       job()?.state === "failed" ? h("p", { class: "bad" }, t("failed")) : "")
   }
 
-  /** Return the values with which the form starts a copy of this run. */
+  /** Return the [knob, value] pairs that fill the form with a copy of this run. */
   function settings() {
     return Object.entries({ ...run.config, out_dir: `${name}-2` }).filter(([knob, value]) =>
       knob in knobs && knob !== "init_from" && value !== knobs[knob].value)
   }
 
+  /** Draw the samples and predictions of the chosen step, by default the latest. */
   function drawTables() {
     const iters = run.tables.map(line => line.iter)
     const chosen = Number(state.get("step", iters.at(-1)))
@@ -84,6 +87,7 @@ export async function show(main) {
     tables.replaceChildren(...Object.entries(TABLES).filter(isLogged).map(draw))
   }
 
+  /** Draw the column beside the curves. */
   function drawSide() {
     const alerts = run.alerts.map(([title, text]) => h("li", { class: "bad" }, `${title}: ${text}`))
     const checkpoints = run.checkpoints.join(", ") || t("none")
@@ -97,7 +101,7 @@ export async function show(main) {
       card(t("Notes"), notes()), card(t("Settings"), table(t("Settings"), [], settings)))
   }
 
-  /** Make the list of model files with the commands that run them. */
+  /** List the model files, each with the command that runs it. */
   function files() {
     const prompt = run.config.sample_prompt?.split?.("|")[0] || ""
     return Object.entries(run.files).map(([file, size]) => [
@@ -105,6 +109,7 @@ export async function show(main) {
       copyable(`./run ${quote(`${name}/${file}`)} -i ${quote(prompt)}`)])
   }
 
+  /** Show the end of what a job prints. */
   function output(id) {
     const place = h("pre", { tabindex: 0 })
     get("api/console", { job: id }).then(({ text }) => {
@@ -114,9 +119,11 @@ export async function show(main) {
     return place
   }
 
+  /** Make the fields of notes, colour and tags, which the server keeps outside the run's folder. */
   function notes() {
     const text = h("textarea", { rows: 3, "aria-label": t("Notes") }, run.notes || "")
-    const color = h("input", { type: "color", value: run.color || COLOR, "aria-label": t("Colour") })
+    const color = h("input", {
+      type: "color", value: run.color || COLOR, "aria-label": t("Colour") })
     const tags = h("input", {
       value: run.tags || "", "aria-label": t("Tags"), placeholder: t("Tags") })
     const save = async () => {
@@ -133,7 +140,7 @@ export async function show(main) {
     run = { ...run, ...await get("api/run", { run: name }) }
     drawTop()
     drawTables()
-    if (!side.contains(document.activeElement)) drawSide()  // the reader may be writing notes
+    if (!side.contains(document.activeElement)) drawSide()  // the user may be writing notes
   }, 2000)
   listen(event => {
     if (event.jobs) jobs = event.jobs
@@ -162,14 +169,16 @@ export async function show(main) {
 /** Quote a text for a shell. */
 const quote = text => `'${text.replaceAll("'", "'\\''")}'`
 
+/** Format a duration in s, min or h. */
 function duration(seconds) {
   if (seconds > 5400) return `${(seconds / 3600).toFixed(1)} h`
   return seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
 }
 
-/** Draw what evaluate.py has written: accuracy, the confusion matrix, the wrong answers. */
+/** Show the results of evaluate.py: accuracy, confusion matrix (rows: expected), wrong answers. */
 function evaluation({ data, accuracy, names, matrix, columns, rows }) {
   const max = Math.max(1, ...matrix.flat())
+  /** Make a cell whose background grows stronger with the count. color: a CSS variable. */
   const cell = (count, color) => {
     const share = Math.round(45 * count / max)
     const background = `color-mix(in srgb, var(--${color}) ${share}%, transparent)`
