@@ -1,4 +1,4 @@
-// Look inside: choose a checkpoint and a text, then see what the model computes for it.
+// The view "Look inside": choose a model and a text; look.js draws what the model computes for it.
 import { downloadFrom, get, notify, post, state } from "./app.js"
 import { button, h, row, select } from "./dom.js"
 import { draw } from "./look.js"
@@ -11,20 +11,21 @@ export async function show(main) {
     return
   }
   const model = select(t("Model"), models, state.get("model"), () => {}, { id: "model" })
-  const usual = "Once upon a time, there was a little girl."
+  const example = "Once upon a time, there was a little girl."
   const text = h("textarea", {
     id: "text", rows: 3, style: "margin-top:.6rem", "aria-label": t("Text") },
-  state.get("text", usual))
+  state.get("text", example))
   const query = () => ({ model: model.querySelector("select").value, text: text.value })
+  /** Compute for the chosen model and text, and draw the result. */
   async function look() {
     notify(t("This takes a moment"))
     state.set(query())
     draw(view, await post("api/inside", query()), t)
     notify("")
   }
-  const save = () => downloadFrom("api/inside.html", query(), "inside.html")
+  const saveFile = () => downloadFrom("api/inside.html", query(), "inside.html")
   const buttons = row(model, button(t("Look inside"), look, { class: "main", id: "look" }),
-    button(t("Save as one HTML file"), save))
+    button(t("Save as one HTML file"), saveFile))
   main.append(h("div", { class: "card" }, buttons, text), view)
   if (state.get("model")) look()
 }

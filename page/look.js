@@ -1,43 +1,47 @@
-// The views of the data of engine/debug/inside.py. The page imports this module; sample.py writes
-// it into a file, after dom.js.
+// Views of what a model computes for a text, as engine/debug/inside.py describes it. The page
+// imports this module; page/inside.py joins dom.js and this file, without imports, in an HTML file.
 import { button, floats, h, row, select, soft, table } from "./dom.js"
 
-const ROW = 22  // pixels
+const ROW = 22  // height of a token's row in the picture of one head, in pixels
 const BLUE = "0 110 200", ORANGE = "215 90 0"
 const range = n => [...Array(n).keys()]
 const clamp = x => Math.max(0, Math.min(1, x))
-const tint = (share, color = BLUE) => `rgb(${color} / ${clamp(share).toFixed(3)})`
+/** Return a CSS colour of this opacity, clamped to 0 … 1. */
+const tint = (opacity, color = BLUE) => `rgb(${color} / ${clamp(opacity).toFixed(3)})`
 const percent = p => p >= 0.9995 ? "100 %" : `${(100 * p).toFixed(p < 0.1 ? 2 : 1)} %`
 const heading = (...children) => h("th", { scope: "row" }, ...children)
 
-/** Make the white space of a token visible. */
+/** Replace the white space of a token by visible signs. */
 function visible(token) {
   if (token === "") return "∅"
   return token.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ | $/g, "␣")
 }
 
-/** Describe a token and its probability. */
-const likely = ([token, p]) => `${visible(token)} ${percent(p)}`
-const probability = p =>
+/** Format a likely next token and its probability. */
+const formatLikely = ([token, p]) => `${visible(token)} ${percent(p)}`
+/** Make a cell of a probability, darker for a higher one. p: undefined for the next token. */
+const probabilityCell = p =>
   h("td", { style: `background:${tint(0.7 * (p ?? 0))}` }, p === undefined ? "" : percent(p))
 
-/** Decode a tensor into { shape, at(...index) }. */
+/** Decode a row-major tensor, its data float32 in base64, into { shape, at(...index) }. */
 function tensor({ shape, data }) {
   const values = floats(data)
-  return { shape, at: (...index) => values[index.reduce((sum, i, n) => sum * shape[n] + i, 0)] }
+  const offset = index => index.reduce((sum, i, n) => sum * shape[n] + i, 0)
+  return { shape, at: (...index) => values[offset(index)] }
 }
 
-/** Make a canvas with a description, and return [canvas, its drawing context]. */
+/** Return [a canvas, its drawing context]. width, height: in pixels; the style may scale them. */
 function canvas(width, height, style, attributes) {
   style = `image-rendering:pixelated;${style}`
   const element = h("canvas", { width, height, style, ...attributes })
   return [element, element.getContext("2d")]
 }
 
-// Each view gets { data, state, show, t }: what inside.py found, what the reader chose, a function
-// that changes the choice and draws again, and the translation.
+// Each function in VIEWS takes { data, state, show, t }: the description; the user's choices
+// { view, Layer, head, query }, the last three counted from 0; show(changes), which changes them
+// and draws again; and the function that translates a text.
 
-/** The attention of all heads: rows are queries, columns are keys, dark means a large weight. */
+/** Draw the attention of all heads: rows are queries, columns are keys, opacity is the weight. */
 function allHeads({ data, show, t }) {
   const [layers, heads, T] = data.attention.shape
   const size = Math.max(48, Math.min(150, Math.floor(900 / heads)))
@@ -48,6 +52,7 @@ function allHeads({ data, show, t }) {
     const image = context.createImageData(T, T)
     for (const query of range(T)) {
       for (const key of range(T)) {
+        // The exponent makes small weights visible.
         const opacity = 255 * data.attention.at(layer, head, query, key) ** 0.6
         image.data.set([...color, opacity], 4 * (query * T + key))
       }
@@ -57,14 +62,14 @@ function allHeads({ data, show, t }) {
     const choose = () => show({ view: "One head", Layer: layer, head })
     return button(element, choose, { style: "padding:2px", title: name, "aria-label": name })
   }
-  const line = layer => row(h("span", { class: "soft" }, `${t("Layer")} ${layer + 1}`),
+  const layerRow = layer => row(h("span", { class: "soft" }, `${t("Layer")} ${layer + 1}`),
     range(heads).map(head => picture(layer, head)))
   return [
     soft(t("Each picture: rows are queries, columns are keys. Choose one to see its tokens.")),
-    h("div", { class: "scroll" }, range(layers).map(line))]
+    h("div", { class: "scroll" }, range(layers).map(layerRow))]
 }
 
-/** Make the drop-downs of layer and head. */
+/** Make the drop-downs of layer and head. "Layer" and "head" are both titles and names in state. */
 function picker({ data, state, show, t }) {
   return ["Layer", "head"].map((name, axis) => {
     const options = range(data.attention.shape[axis]).map(i => [i, i + 1])
@@ -72,7 +77,7 @@ function picker({ data, state, show, t }) {
   })
 }
 
-/** One head: lines from each token on the left to those on the right that it attends to. */
+/** Draw one head: lines from each token on the left to those on the right that it attends to. */
 function oneHead(view) {
   const { data, state, t } = view
   const T = data.tokens.length, left = 150, right = 330, stroke = "var(--accent)"
@@ -87,7 +92,7 @@ function oneHead(view) {
     const p = weight(query, key)
     return box(right - 2, key, 130, { fill: tint(0.75 * p) }, h("title", {}, percent(p)))
   }
-  /** Draw the lines of one query, or of all. */
+  /** Draw the lines of all queries, or of one and mark its keys. */
   function paint(only) {
     const queries = only === undefined ? range(T) : [only]
     const keys = query => range(query + 1).filter(key => weight(query, key) >= 0.01)
@@ -115,17 +120,18 @@ function oneHead(view) {
     h("div", { class: "scroll" }, picture)]
 }
 
-/** A query and the keys up to it, number by number. The products add up to the score. */
+/** Draw a query and the keys up to it, number by number. Their products add up to the score. */
 function queryAndKeys(view) {
   const { data, state, show, t } = view
   const { q, k } = data, size = q.shape[3]
   const i = Math.min(state.query, data.tokens.length - 1)
-  const group = Math.floor(state.head * data.kv_heads / data.heads)
+  const kvHead = Math.floor(state.head * data.kv_heads / data.heads)
   const query = range(size).map(d => q.at(state.Layer, state.head, i, d))
-  const keys = range(i + 1).map(j => range(size).map(d => k.at(state.Layer, group, j, d)))
+  const keys = range(i + 1).map(j => range(size).map(d => k.at(state.Layer, kvHead, j, d)))
   const products = keys.map(key => key.map((x, d) => x * query[d]))
   const max = values => Math.max(1e-9, ...values.flat().map(Math.abs))
   const scales = { q: max(query), k: max(keys), "q × k": max(products) }
+  /** Make a strip with a colour for each value. name: "q", "k" or "q × k". */
   function strip(name, values) {
     const label = `${name}: ${values.map(x => x.toPrecision(2)).join(" ")}`
     const attributes = { role: "img", "aria-label": label, title: name }
@@ -140,7 +146,7 @@ function queryAndKeys(view) {
     const score = product.reduce((sum, x) => sum + x, 0) / Math.sqrt(size)
     const weight = data.attention.at(state.Layer, state.head, i, j)
     return [visible(data.tokens[j]), strip("k", keys[j]), strip("q × k", product),
-      score.toFixed(3), probability(weight)]
+      score.toFixed(3), probabilityCell(weight)]
   }
   const options = data.tokens.map((token, n) => [n, `${n} ${visible(token)}`])
   const chooser = select(t("query"), options, i, value => show({ query: Number(value) }))
@@ -150,14 +156,16 @@ function queryAndKeys(view) {
     table(t("Query × key"), heads, products.map(line), "")]
 }
 
-/** The text, dark where the model gave a token a high probability, and the likeliest tokens. */
+/** Draw the text, darker the more probable a token, and a table with the likeliest next tokens. */
 function probabilities({ data, t }) {
+  // predictions[i] is about the token i + 1; the last one is about the token after the text.
   const tokens = data.tokens.slice(1).map((token, i) => ({ token, ...data.predictions[i] }))
   const nats = tokens.reduce((sum, { p }) => sum - Math.log(Math.max(p, 1e-12)), 0) / tokens.length
   const span = ({ token, p, rivals }) => h("span", {
-    title: `${percent(p)}; ${rivals.map(likely).join(", ")}`,
+    title: `${percent(p)}; ${rivals.map(formatLikely).join(", ")}`,
     style: `background:${tint(0.75 * p)};padding:2px 0;border-radius:3px` }, token)
-  const line = ({ token, p, rivals }) => [visible(token), probability(p), ...rivals.map(likely)]
+  const line = ({ token, p, rivals }) =>
+    [visible(token), probabilityCell(p), ...rivals.map(formatLikely)]
   const next = { ...data.predictions.at(-1), token: t("next token") }
   return [
     h("p", { style: "line-height:2.1;white-space:pre-wrap" }, data.tokens[0], tokens.map(span)),
@@ -165,14 +173,14 @@ function probabilities({ data, t }) {
     table(t("Probabilities"), [t("token"), "p", "1", "2", "3"], [...tokens, next].map(line))]
 }
 
-/** Logit lens: the final norm and the classifier, applied to each layer's residual. */
+/** Draw the logit lens: final norm and classifier on each layer's residual, the last one on top. */
 function lens({ data, t }) {
   const cell = ({ rivals, p }) => {
     const actual = p === undefined ? "" : `; ${t("actual")}: ${percent(p)}`
     const [token, highest] = rivals[0]
     return h("td", {
       style: `background:${tint(0.7 * highest)}`,
-      title: rivals.map(likely).join(", ") + actual }, visible(token))
+      title: rivals.map(formatLikely).join(", ") + actual }, visible(token))
   }
   const rows = data.lens.map((predictions, layer) => [
     heading(layer ? `${t("Layer")} ${layer}` : t("embedding")), ...predictions.map(cell)])
@@ -180,6 +188,7 @@ function lens({ data, t }) {
     table(t("Logit lens"), ["", ...data.tokens.map(visible)], rows.reverse(), "")]
 }
 
+/** List the nearest embeddings of each token, once for each distinct one. */
 function neighbours({ data, t }) {
   const first = [...data.ids.keys()].filter(i => data.ids.indexOf(data.ids[i]) === i)
   const near = ([token, cosine]) => `${visible(token)} ${cosine.toFixed(2)}`
@@ -188,6 +197,7 @@ function neighbours({ data, t }) {
     table(t("Embeddings"), [], rows)]
 }
 
+/** Draw a histogram of each weight tensor. */
 function weights({ data, t }) {
   const histogram = ({ name, shape, counts, edges, std }) => {
     const ends = (from, to) => `${edges[from].toPrecision(3)} … ${edges.at(to).toPrecision(3)}`
@@ -213,7 +223,7 @@ const VIEWS = {
   "Probabilities": probabilities, "Logit lens": lens, "Embeddings": neighbours, "Weights": weights,
 }
 
-/** Draw one view at a time in `root`. data: of engine/debug/inside.py; t: translates a text. */
+/** Draw one view at a time in `root`. data: from describe() of engine/debug/inside.py. */
 export function draw(root, data, t = text => text) {
   data = { ...data }
   for (const name of ["attention", "q", "k"]) data[name] = tensor(data[name])
@@ -223,11 +233,11 @@ export function draw(root, data, t = text => text) {
     const tab = name => button(t(name), () => show({ view: name }), {
       role: "tab", "aria-selected": String(name === state.view),
       class: name === state.view ? "main" : null })
-    const cut = data.cut ? soft(`${t("Tokens left out at the end")}: ${data.cut}`) : ""
+    const cutNote = data.cut ? soft(`${t("Tokens left out at the end")}: ${data.cut}`) : ""
     const view = h("section", { class: "card", style: "margin-top:.7rem" },
       VIEWS[state.view]({ data, state, show, t }))
     const tabs = h("div", { class: "row", role: "tablist" }, Object.keys(VIEWS).map(tab))
-    root.replaceChildren(h("h1", {}, data.name), cut, tabs, view)
+    root.replaceChildren(h("h1", {}, data.name), cutNote, tabs, view)
     root.querySelector("[aria-selected=true]").focus({ preventScroll: true })
   }
   show({})

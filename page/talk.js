@@ -1,9 +1,10 @@
-// Talk: one or two models continue a text, or answer. It uses the addresses of OpenAI's clients.
+// The view "Talk": one or two models continue a text or answer a question, over the server's
+// OpenAI-compatible API.
 import { get, notify, state } from "./app.js"
 import { button, h, row, select } from "./dom.js"
 import { t } from "./words.js"
 
-const FIELDS = {  // of a request: title, usual value, attributes of its input
+const FIELDS = {  // {field of a request: [title, default, attributes of its input]}
   temperature: ["Temperature", 0.8, { min: 0, max: 10, step: "any" }],
   top_p: ["Top p", 0.9, { min: 0.01, max: 1, step: "any" }],
   max_tokens: ["Max tokens", 200, { min: 1 }],
@@ -11,7 +12,7 @@ const FIELDS = {  // of a request: title, usual value, attributes of its input
   stop: ["Stop text", "", { type: "text" }],
 }
 
-/** Yield the events of a stream until it ends. signal: of an AbortController. */
+/** Post a request and yield its server-sent events. signal: of an AbortController. */
 async function* events(path, body, signal) {
   const response = await fetch(path, { method: "POST", body: JSON.stringify(body), signal })
   if (!response.headers.get("Content-Type").startsWith("text/event-stream")) {
@@ -19,15 +20,15 @@ async function* events(path, body, signal) {
     throw new Error(error.message || error)
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
-  let rest = ""  // an event of which a part has arrived
+  let rest = ""  // the part of an event that has arrived so far
   for (;;) {
     const { done, value } = await reader.read()
     if (done) return
-    const lines = (rest + value).split("\n\n")
-    rest = lines.pop()
-    for (const line of lines) {
-      if (!line.startsWith("data: ") || line === "data: [DONE]") continue
-      const event = JSON.parse(line.slice(6))
+    const blocks = (rest + value).split("\n\n")
+    rest = blocks.pop()
+    for (const block of blocks) {
+      if (!block.startsWith("data: ") || block === "data: [DONE]") continue
+      const event = JSON.parse(block.slice("data: ".length))
       if (event.error) throw new Error(event.error.message)
       yield event
     }
@@ -41,9 +42,10 @@ export async function show(main) {
     return
   }
   let stopper = null  // AbortController of the current requests
+  // A side is a model's column: id of the model ("": no model), messages of the conversation.
   const makeSide = id => ({ id, output: h("div"), messages: [], speed: h("p", { class: "soft" }) })
   const sides = [makeSide(state.get("model") || models[0].id), makeSide(state.get("beside"))]
-  const used = () => sides.filter(side => side.id)
+  const usedSides = () => sides.filter(side => side.id)
   const text = h("textarea", {
     id: "words", rows: 3, "aria-label": t("Text") }, state.get("text", "Once upon a time"))
   const panes = h("div", { class: "grid", id: "panes" })
@@ -65,6 +67,7 @@ export async function show(main) {
       h("input", { id, type: "number", style, ...attributes, value, onchange }))
   })
 
+  /** Stop the requests, clear both sides, and show those with a model. */
   function restart() {
     stopper?.abort()
     state.set({ model: sides[0].id, beside: sides[1].id })
@@ -73,13 +76,13 @@ export async function show(main) {
       side.output.replaceChildren()
       side.speed.textContent = ""
     }
-    panes.replaceChildren(...used().map(({ id, output, speed }) =>
+    panes.replaceChildren(...usedSides().map(({ id, output, speed }) =>
       h("section", { class: "card" }, h("h2", {}, id), output, speed)))
     const canChat = side => models.find(model => model.id === side.id)?.chat
-    answer.hidden = !used().every(canChat)
+    answer.hidden = !usedSides().every(canChat)
   }
 
-  /** Return the fields of a request that the reader has filled in. */
+  /** Return the FIELDS that the user has filled in. */
   function fields() {
     const found = {}
     for (const name of Object.keys(FIELDS)) {
@@ -94,12 +97,13 @@ export async function show(main) {
     stop.disabled = !yes
   }
 
+  /** Let all chosen models answer, or continue the text, at the same time. */
   async function talk(isChat) {
     state.set({ text: text.value })
     stopper = new AbortController()
     setBusy(true)
     notify("")
-    await Promise.all(used().map(async side => {
+    await Promise.all(usedSides().map(async side => {
       try {
         await speak(side, isChat)
       } catch (e) {
@@ -109,7 +113,7 @@ export async function show(main) {
     setBusy(false)
   }
 
-  /** Let the model of a side continue the text or answer it. */
+  /** Stream one model's answer, or its continuation, into its side. */
   async function speak(side, isChat) {
     const prompt = text.value, reply = h("span"), begun = performance.now()
     if (isChat) side.messages.push({ role: "user", content: prompt })
@@ -130,6 +134,7 @@ export async function show(main) {
         side.speed.textContent = `${speed.toFixed(0)} ${t("tokens/s")}`
       }
     } finally {
+      // Keep an answer cut short, drop a question without one: roles have to alternate.
       if (isChat && reply.textContent) {
         side.messages.push({ role: "assistant", content: reply.textContent })
       } else if (isChat) side.messages.pop()
