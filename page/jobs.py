@@ -1,11 +1,11 @@
 """
-The queue of trainings and sweeps that the page starts, each a process of its own.
+The queue of jobs: trainings and sweeps that the page starts, each as a separate process.
 
 A job is an entry of jobs.json; its output goes to ID.txt. The process holds a lock on that file
 through its stdout, so a page that is started later finds out which jobs still run.
 
-The queue starts jobs by itself, so it is kept in the user's own folder, never among the runs: a
-folder of runs may come from anyone.
+The page starts queued jobs without asking, so jobs.json is in the user's own state folder and never
+among the runs: a folder of runs may come from another person.
 """
 import fcntl
 import json
@@ -28,7 +28,7 @@ from page.programs import ClientGone, OneAtATime
 from page.server import json_object
 from page.state import make_state_folder
 
-MAX_JOBS = 1000        # kept in the queue, apart from those that have not ended
+MAX_JOBS = 1000        # in jobs.json; beyond it the oldest are dropped, if they have ended
 MAX_SHOWN = 200        # jobs in a response
 MAX_OUTPUT = 20_000    # bytes of a program's output in a response
 PREVIEW_SECONDS = 120  # time limit of a preview of data and of an estimate
@@ -37,12 +37,12 @@ STATES = ("queued", "running", "stopped", "failed", "ended")
 
 
 def is_job(found):
-    """Return whether an entry of a jobs.json has the form that the page writes."""
+    """Return whether an entry of jobs.json has the fields and types that the page writes."""
     if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
         return False
     texts = [found.get("id"), found.get("folder", ""), found.get("out_dir", ""),
              found.get("line", ""), *found["arguments"]]
-    pid = found.get("pid", 2)
+    pid = found.get("pid", 2)  # a job without a process has no pid; 2 passes the check below
     return (all(isinstance(text, str) for text in texts)
             and bool(re.fullmatch("[1-9][0-9]{0,8}", found["id"]))
             and found.get("state") in STATES and found.get("program") in PROGRAMS
@@ -51,15 +51,15 @@ def is_job(found):
 
 def read_queue(path):
     """
-    Return (how many jobs run at once, the jobs) of a jobs.json, which may be missing. Exit if it is
-    malformed: the page would overwrite it. Raises OSError if it can't be read.
+    Return (max jobs that run at once, list of jobs) of a jobs.json; (1, []) if it is missing. Exit
+    if it is malformed, because the page would overwrite it. Raises OSError if it can't be read.
     """
     try:
         found = read_json(path, MAX_JSON)
     except FileNotFoundError:
         found = {}
     except ValueError:  # not a JSON object
-        found = {"jobs": None}
+        found = {"jobs": None}  # fails the check below
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
     if type(at_once) is not int or not isinstance(jobs, list) or not all(map(is_job, jobs)):
         fail(f"{path}: expected a queue that the page has written; move the file elsewhere")
@@ -67,17 +67,24 @@ def read_queue(path):
 
 
 def without_old(jobs):
-    """Return the jobs; of more than MAX_JOBS, drop the oldest of those that have ended."""
+    """Return the jobs without the oldest ended ones, as many as there are beyond MAX_JOBS."""
     ended = [job["id"] for job in jobs if job["state"] not in ("queued", "running")]
-    dropped = set(ended[:max(0, len(jobs) - MAX_JOBS)])
+    excess = max(0, len(jobs) - MAX_JOBS)
+    dropped = set(ended[:excess])
     return [job for job in jobs if job["id"] not in dropped]
 
 
 class Jobs:
-    """The queue. At most `at_once` jobs run at a time. A page started later continues it."""
+    """
+    The queue, and its routes. At most `at_once` jobs run at a time. A page that is started later
+    continues the queue.
+    """
 
     def __init__(self, runs):
-        """Raises BlockingIOError if another page has this queue, OSError if it can't be written."""
+        """
+        Read the queue and start its thread. Raises BlockingIOError if another page serves this
+        queue, OSError if it can't be written.
+        """
         self.runs, self.folder = runs, runs.state
         self.lock = threading.RLock()
         self.children = {}  # {id: Popen} of the jobs that this page has started
@@ -89,7 +96,7 @@ class Jobs:
         self.unsaved = False  # whether jobs.json lacks the latest changes
         self.error = ""       # why no job can be started now
         for job in self.jobs:
-            if job["state"] == "queued" and self.is_alive(job):  # its start could not be saved
+            if job["state"] == "queued" and self.is_alive(job):  # jobs.json lacks its start
                 job["state"] = "running"
                 self.unsaved = True
         threading.Thread(target=self.work, daemon=True).start()
@@ -104,21 +111,27 @@ class Jobs:
     # ---- the queue
 
     def output(self, job):
-        """Return the path of what a job prints."""
+        """Return the path of the file with a job's output."""
         return self.folder / f"{job['id']}.txt"
 
     def is_alive(self, job):
         return is_locked(self.output(job))
 
     def save(self, *new):
-        """Write the queue with new jobs at its end. Raises OSError; then work() tries again."""
+        """
+        Append new jobs to the queue and write it. If that fails, raise OSError without adding them;
+        work() then tries again to write the other changes.
+        """
         jobs, self.unsaved = without_old([*self.jobs, *new]), True
         text = json.dumps({"at_once": self.at_once, "jobs": jobs}, indent=1)
         write_atomic(self.folder / "jobs.json", text)
         self.jobs, self.unsaved = jobs, False
 
     def work(self):
-        """Keep the queue going. While jobs.json can't be written, no job starts."""
+        """
+        Update the queue forever, in a separate thread. While jobs.json can't be written, no job
+        starts.
+        """
         while True:
             try:
                 with self.lock:
@@ -136,7 +149,7 @@ class Jobs:
             alive = child.poll() is None if child else self.is_alive(job)
             if alive:
                 continue
-            failed = child and child.returncode
+            failed = child and child.returncode  # the exit code of an earlier page's job is unknown
             job["state"] = "stopped" if job.get("stopped") else "failed" if failed else "ended"
             self.children.pop(job["id"], None)
             self.unsaved = True
@@ -148,13 +161,16 @@ class Jobs:
             self.save()
 
     def run(self, job):
-        """Start a job in a session of its own, so that it outlives the page. Raises OSError."""
+        """
+        Start a job in a new session (setsid), so that it outlives the page. Raises OSError if
+        jobs.json or the job's output can't be written.
+        """
         with open(self.output(job), "ab") as out:
-            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process inherits the lock
             out.truncate(0)
             try:
                 job["state"] = "running"
-                self.save()  # before it starts, so that no later page starts it again
+                self.save()  # before the start, so that no later page starts the job again
             except OSError:
                 job["state"] = "queued"
                 raise
@@ -171,20 +187,20 @@ class Jobs:
                 job["state"] = "failed"
                 out.write(f"error: cannot be started ({e})\n".encode("utf-8", "backslashreplace"))
 
-    def job(self, number):
-        """Return the job of this id. Raises ValueError."""
+    def job(self, job_id):
+        """Return the job with this id. Raises ValueError."""
         for job in self.jobs:
-            if job["id"] == number:
+            if job["id"] == job_id:
                 return job
-        raise ValueError(f"there is no job {str(number)[:50]!r}")
+        raise ValueError(f"there is no job {str(job_id)[:50]!r}")
 
     # ---- routes
 
     def list(self, request=None):
-        """Return the jobs, the newest first."""
+        """Return the newest MAX_SHOWN jobs, the newest first."""
         fields = ("id", "state", "out_dir", "line")
         with self.lock:
-            newest = self.jobs[:-MAX_SHOWN - 1:-1]
+            newest = reversed(self.jobs[-MAX_SHOWN:])
             return {"jobs": [{name: job.get(name) for name in fields} for job in newest]}
 
     def knobs(self, request):
@@ -200,19 +216,18 @@ class Jobs:
         return {"line": from_form(request.json(), self.runs).line()}
 
     def start(self, request):
-        """Put the training of a form into the queue."""
+        """Append the training or sweep of a form to the queue."""
         command = from_form(request.json(), self.runs)
         with self.lock:
-            number = str(max([int(job["id"]) for job in self.jobs], default=0) + 1)
-            self.save({"id": number, "state": "queued", "folder": os.getcwd(),
+            job_id = str(max([int(job["id"]) for job in self.jobs], default=0) + 1)
+            self.save({"id": job_id, "state": "queued", "folder": os.getcwd(),
                        "line": command.line(), **command._asdict()})
-        return {"id": number}
+        return {"id": job_id}
 
     def stop(self, request):
         """
-        Stop {"run"} or {"job"}. A training stops as by Ctrl-C: it saves a checkpoint first.
-
-        A job that has not started leaves the queue.
+        Stop the training of {"run": name} or the job {"job": id}. A training stops as after Ctrl-C:
+        it saves a checkpoint first. A job that still waits will not start.
         """
         body = request.json()
         with self.lock:
@@ -229,25 +244,26 @@ class Jobs:
                 if "pid" not in job:
                     raise ValueError("the process of this job is unknown; stop it by its run")
                 job["stopped"] = True
-                terminate(os.killpg, job["pid"])  # a sweep waits for its trial, which saves first
+                # The signal also reaches a sweep's trial, which saves; the sweep waits for it.
+                terminate(os.killpg, job["pid"])
             self.save()
         return {}
 
     def set_at_once(self, request):
-        """Set how many jobs run at once, from 1 to 64."""
+        """Set the max number of jobs that run at once, from 1 to 64."""
         with self.lock:
             self.at_once = min(max(int(str(request.json().get("at_once", 1))), 1), 64)
             self.save()
         return {}
 
     def console(self, request):
-        """Return the end of a job's output."""
+        """Return the end of a job's output, and why the job can't start if that is so."""
         job = self.job(request.query.get("job"))
         error = self.error if job["state"] == "queued" else ""
         return {"text": tail(self.output(job)) + error, "state": job["state"]}
 
     def preview(self, request):
-        """Return the first documents of some data, as train.py would read them."""
+        """Return the first documents of a data set, as train.py would read them."""
         data = request.query.get("data", "stories")
         if data.startswith("-") or "\0" in data:
             raise ValueError("expected a file, a folder or the name of a data set")
@@ -263,7 +279,11 @@ class Jobs:
 
 
 def printed(command, programs, gone=lambda: False):
-    """Return the end of what a Python program prints. programs, gone: see OneAtATime.run()."""
+    """
+    Return the end of what a Python program prints, or a message if it takes too long.
+
+    programs: a OneAtATime, which runs the command; gone: as of its run().
+    """
     try:
         _, out, _ = programs.run(command, PREVIEW_SECONDS, gone, stderr=subprocess.STDOUT)
         return out[-MAX_OUTPUT:].decode("utf-8", "replace")
@@ -275,7 +295,7 @@ def printed(command, programs, gone=lambda: False):
 
 
 def terminate(kill, pid):
-    """Send SIGTERM. kill: os.kill or os.killpg. Raises ValueError."""
+    """Send SIGTERM to a process (kill=os.kill) or its group (os.killpg). Raises ValueError."""
     try:
         kill(pid, signal.SIGTERM)
     except OSError as e:
@@ -283,7 +303,7 @@ def terminate(kill, pid):
 
 
 def tail(path):
-    """Return the end of a text file, without what a progress bar has overwritten."""
+    """Return the end of a file of output as a terminal shows it; "" if it can't be read."""
     try:
         with open(path, "rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - MAX_OUTPUT))
