@@ -1,4 +1,4 @@
-"""Routes about runs: the table, curves, live events, a run's details, notes, files to keep."""
+"""Routes about runs: the table, curves, live events, a run's details, notes, CSV and HTML files."""
 import base64
 import contextlib
 import math
@@ -15,16 +15,16 @@ from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
 from track import AnomalyDetector, parse_row
 
-BUSY = 0.15          # seconds that live events read a long log before other requests take turns
+BUSY = 0.15          # max seconds that live events read logs before other requests get their turn
 MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
 MAX_NEW_ROWS = 200   # rows in a live event; for more, the client reads the curves again
-MAX_ALERTS = 50
-MAX_TABLES = 40      # rows with tables that a run's details have
-MAX_FILES = 100
+MAX_ALERTS = 50      # in a run's details, as the two below
+MAX_TABLES = 40      # rows of the log that have tables
+MAX_FILES = 100      # model files
 
 
 def json_of(path):
-    """Return the object in a JSON file, cut to what can be shown, or {} if it can't be read."""
+    """Return the dict in a JSON file, cut by tame(), or {} if it can't be read."""
     try:
         return tame(read_json(path, MAX_JSON))
     except (OSError, ValueError, MemoryError):
@@ -32,7 +32,10 @@ def json_of(path):
 
 
 def clean(value):
-    """Return a value as JSON and JavaScript have it: NaN becomes None, a huge integer a text."""
+    """
+    Return a value that JSON and JavaScript can represent: an infinity or NaN becomes None, and an
+    integer of more than 64 bits becomes a text.
+    """
     if isinstance(value, dict):
         return {k: clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -49,7 +52,7 @@ def cell(value):
 
 
 def tables(run):
-    """Return [{"iter", table: rows}] of the latest rows of a log that have tables."""
+    """Return [{"iter": number, table: its rows}] of the latest rows of a log that have tables."""
     found = []
     with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         for offset, length in run.tables[-MAX_TABLES:]:
@@ -61,16 +64,19 @@ def tables(run):
 
 
 def alerts(names, columns):
-    """Return the latest alerts, [(title, text)], of a run with these columns."""
+    """Return the latest alerts, [(title, text)], of a run whose columns have these names."""
     found, detector = [], AnomalyDetector()
     for values in zip(*(column.tolist() for column in columns)):
-        row = {name: value for name, value in zip(names, values) if value == value}  # no NaN
+        row = {name: value for name, value in zip(names, values) if not math.isnan(value)}
         found += detector.sudden_changes(row)
     return found[-MAX_ALERTS:]
 
 
 def evaluation(folder):
-    """Return the results of evaluate.py in a run's folder, or {} if the page can't draw them."""
+    """
+    Return the results of evaluate.py in a run's folder, or {} if there are none or their types are
+    wrong: anyone may have written the file.
+    """
     found = {"names": [], "columns": [], "rows": []} | clean(json_of(folder / "evaluation.json"))
     lists = [found.get(name) for name in ("names", "columns", "rows", "matrix")]
     if not all(isinstance(part, list) for part in lists):
@@ -83,7 +89,7 @@ def evaluation(folder):
 
 
 class RunApi:
-    """The routes. extra: a function that returns what the live events report besides the runs."""
+    """The routes. extra: a function that returns {name: value}, which live events also report."""
 
     def __init__(self, runs, extra=dict):
         self.runs, self.extra = runs, extra
@@ -100,7 +106,7 @@ class RunApi:
         return old | read_notes(self.runs.state / "notes.json")
 
     def entry(self, run):
-        """Return a run's row of the table."""
+        """Return a run's row of the table. "odd": what could not be read of it, or ""."""
         results = self.runs.attempt(run, Run.results, {}) if run.count else {}
         numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
         training = trainer_pid(run.folder, self.runs.lock_holders) is not None
@@ -109,7 +115,10 @@ class RunApi:
                 "odd": self.runs.errors.get(run.name, run.problem)}
 
     def table(self, request):
-        """Return all runs, the settings in which they differ, and the names of all metrics."""
+        """
+        Return {"runs": their entries, "settings": those in which the runs differ, "metrics": all
+        names, "columns": of the results, "more": whether logs have rows that were not read yet}.
+        """
         self.runs.refresh()
         with self.runs.lock:
             shown, notes = self.runs.shown(), self.notes()
@@ -133,16 +142,19 @@ class RunApi:
         x, y = run.line(query.get("metric"), query.get("x"))
         low, high = float(query.get("from", -math.inf)), float(query.get("to", math.inf))
         inside = np.flatnonzero((x >= low) & (x <= high))
+        # `initial` is the result if no point is inside.
         first, last = inside.min(initial=len(x)), inside.max(initial=-1)
-        return x[max(0, first - 1):last + 2], y[max(0, first - 1):last + 2]
+        kept = slice(max(0, first - 1), last + 2)
+        return x[kept], y[kept]
 
     def curves(self, request):
         """
-        Return a metric of all runs, or of the run in the query, thinned to what can be drawn.
-
-        {"runs": [[name, points, rows read, version]], "x", "y": all points, base64 of float32}
+        Return a metric of all runs, or of the run in the query, thinned to what can be drawn:
+        {"runs": [[name, points, rows read, version]], "x", "y": those of all runs, joined}, where x
+        and y are in base64 of float32.
         """
         name, metric = request.query.get("run", ""), request.query.get("metric")
+        # Each bucket has two points. Fewer for many runs, to limit the size of the response.
         buckets = 300 if name else max(100, min(300, 30000 // max(1, len(self.runs.runs))))
         self.runs.refresh()
         found, xs, ys = [], [], []
@@ -160,7 +172,10 @@ class RunApi:
         return {"runs": found, "x": packed(xs), "y": packed(ys)}
 
     def bands(self, request):
-        """Return [x, mean, low, high] of compare.band for each of {"groups": [[run, ...], ...]}."""
+        """
+        Return [[x, mean, min, max], ...], one for each group of {"groups": [[name of a run, ...],
+        ...], "metric", "x"}: see compare.band(). Raises ValueError.
+        """
         body = request.json()
         groups = body.get("groups")
         if not isinstance(groups, list) or not all(isinstance(names, list) for names in groups):
@@ -172,7 +187,7 @@ class RunApi:
         return [[part.tolist() for part in compare.band(group)] for group in lines]
 
     def csv(self, request):
-        """Return all rows that have a metric, of all runs or of the run in the query."""
+        """Return a CSV file of the rows that have a metric, of all runs or the run in the query."""
         metric, only = request.query.get("metric", ""), request.query.get("run", "")
         lines = ["run,iter,tokens,seconds,value"]
         found = self.runs.whole([only] if only else list(self.runs.runs))
@@ -181,13 +196,13 @@ class RunApi:
                 name = '"' + run.name.replace('"', '""') + '"'
                 columns = [run.x(axis) for axis in ("iter", "tokens", "seconds")]
                 for i, tokens, seconds, value in zip(*columns, run.column(metric)):
-                    if value == value:  # no NaN
+                    if not math.isnan(value):
                         lines.append(f"{name},{i:.0f},{tokens:.0f},{seconds:.3f},{value:.7g}")
         content = "\n".join(lines) + "\n"
         return Response(content, kind="text/csv", headers=as_download("curves.csv"))
 
     def save(self, request):
-        """Return {"runs": names} as the HTML file that compare.py --plot=x.html writes."""
+        """Return the file of compare.py --plot=x.html for the request {"runs": names, "group"}."""
         body = request.json()
         names = body.get("runs")
         found = [run for run in self.runs.whole(names if isinstance(names, list) else [])
@@ -200,9 +215,11 @@ class RunApi:
 
     def live(self, request):
         """
-        Yield an event for each run with new rows and each training that begins or ends:
-        {"run": entry, "from": row, "rows": {metric: values}}; and an event for each part of extra()
-        that has changed. The first event is {"hello"}: what came before it may have been missed.
+        Yield {"run": entry, "from": first new row, "rows": {metric: values}} for each run that has
+        new rows or whose training begins or ends, and {name: value} for each value of extra() that
+        has changed. The first event is {"hello": True}: the client may have missed earlier ones.
+
+        After 5 seconds without events, yield None, which shows whether the client is still there.
         """
         self.runs.refresh()
         seen, sent, sent_at = self.versions(), {}, 0.0
@@ -224,12 +241,15 @@ class RunApi:
             time.sleep(0.02 if more else 0.5)
 
     def versions(self):
-        """Return {run: (version, rows, process id of its trainer)}: what changes cause an event."""
+        """Return {run: (version, rows, process id of its trainer)}; a change causes an event."""
         return {run.name: (run.version, run.count, trainer_pid(run.folder, self.runs.lock_holders))
                 for run in self.runs.shown()}
 
     def news(self, run, version, start):
-        """Return the event of a run's rows from `start` on, or one that asks to read all again."""
+        """
+        Return the event of a run's rows from `start` on. If they are too many, or `version` is not
+        the run's and earlier rows have changed, it asks the client to read all again.
+        """
         if version != run.version or run.count - start > MAX_NEW_ROWS:
             return {"run": self.entry(run), "again": True}
         rows = {}
@@ -241,7 +261,7 @@ class RunApi:
         return {"run": self.entry(run), "from": start, "rows": rows}
 
     def details(self, request):
-        """Return what the page of one run shows besides its curves."""
+        """Return what the view of one run shows besides its curves."""
         run = self.runs.run(request.query.get("run"))
         with self.runs.lock:
             found = self.notes().get(run.name, {}) | self.entry(run)
@@ -259,7 +279,7 @@ class RunApi:
             "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
 
     def note(self, request):
-        """Keep the notes, the tags and the colour of a run."""
+        """Store the given ones of a run's notes, tags and colour. Raises ValueError or OSError."""
         body = request.json()
         run = self.runs.run(body.get("run"))
         given = {name: str(body[name]) for name in MAX_LENGTHS if name in body}
@@ -277,5 +297,5 @@ class RunApi:
 
 
 def packed(arrays):
-    """Return float32 arrays, joined, in base64."""
+    """Return the bytes of arrays, joined, in base64."""
     return base64.b64encode(b"".join(array.tobytes() for array in arrays)).decode()

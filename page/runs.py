@@ -1,8 +1,8 @@
 """
-The runs below a folder: found every few seconds, and read on as their logs grow.
+The runs below a folder: search for new ones every few seconds, and read their logs as they grow.
 
-compare.py has the reader. Anyone may have written a run's log and settings, so either may be wrong
-in any way.
+compare.Run reads a log. Anyone may have written a run's log and settings, so either may be
+malformed in any way.
 """
 import contextlib
 import math
@@ -17,20 +17,21 @@ from page.locks import lock_holders
 from page.state import state_folder
 from track import parse_row
 
-MAX_DEPTH = 3          # folders below the root whose own folders are searched, too
-SEARCH_INTERVAL = 3    # seconds between two searches for new runs
-CHECK_INTERVAL = 0.4   # seconds between two looks at the logs, however many clients watch
-MIN_WINDOW = 1 << 13   # bytes for each place of a preview; a shorter log is read at once
+MAX_DEPTH = 3          # depth below the root up to which subfolders of a folder are searched
+SEARCH_INTERVAL = 3    # min seconds between two searches for new runs
+CHECK_INTERVAL = 0.4   # min seconds between two checks for new rows, however many clients watch
+MIN_WINDOW = 1 << 13   # min bytes to read at each place of a preview; a shorter log has no preview
 
 
 def preview(run, places=24, window=1 << 15):
     """
-    Return a Run of a few rows from all over a log, or None for a short log. It is drawn while the
-    log is read. places: where rows are taken; window: bytes read at each place.
+    Return a Run with a few rows from all over a log, to be drawn until the whole log is read, or
+    None for a short log. places: number of places to read at, evenly spaced; window: max bytes to
+    read at each.
     """
     found = Run(run.folder, run.name)
     found.read_config()
-    found.version = 0
+    found.version = 0  # differs from every version of `run`, so that clients then read all again
     with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         size = f.seek(0, os.SEEK_END)
         window = min(window, size // places)
@@ -49,28 +50,30 @@ def preview(run, places=24, window=1 << 15):
 
 
 class Runs:
-    """All runs below a folder. A client names a run of this list; it never sends a path."""
+    """All runs below a folder. A client sends the name of a run, never a path."""
 
     def __init__(self, root):
         self.root = Path(root)
         self.state = state_folder(root)
         self.lock = threading.RLock()
         self.runs = {}      # {name: Run}
-        self.previews = {}  # {name: Run} of those that were not read to their ends yet
-        self.unread = {}    # {name: Run} of those that may have more rows, the next first
+        self.previews = {}  # {name: Run} of long logs that were not read to their ends yet
+        self.unread = {}    # {name: Run} of those that may have more rows, in the order of reading
         self.errors = {}    # {name: why the latest attempt to read it failed}
-        self.lock_holders = {}
-        self.searched = self.checked = -math.inf  # when, by time.monotonic()
+        self.lock_holders = {}  # what lock_holders() has returned at the latest check
+        # Times of the latest search and the latest check, by time.monotonic().
+        self.searched = self.checked = -math.inf
 
     def search(self):
-        """Find new runs, and drop those that are gone."""
+        """Find new runs, and drop those whose folders are gone."""
         self.searched = time.monotonic()
         found = {}
-        for folder, inside, files in os.walk(self.root):
-            inside[:] = sorted(name for name in inside if not name.startswith(".")
-                               and name not in ("checkpoints", "tensorboard"))
+        for folder, subfolders, files in os.walk(self.root):
+            # os.walk() then visits only the subfolders that are left in this list.
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith(".")
+                                   and name not in ("checkpoints", "tensorboard"))
             if len(Path(folder).relative_to(self.root).parts) > MAX_DEPTH:
-                inside.clear()
+                subfolders.clear()
             if "log.jsonl" in files and "config.json" in files:
                 name = encodable(folder)
                 found[name] = self.runs.get(name) or Run(folder, name)
@@ -81,16 +84,19 @@ class Runs:
         self.runs = found
 
     def attempt(self, run, function, default):
-        """Return function(run), or `default` if it fails: then the error is shown with the run."""
+        """Return function(run). If it fails, note the error beside the run and return `default`."""
         try:
             return function(run)
-        except Exception as e:
+        except Exception as e:  # a malformed log may cause any
             name = os.path.basename(str(getattr(e, "filename", None) or "this run"))
             self.errors[run.name] = f"{name}: {reason(e)}"
         return default
 
     def refresh(self, max_seconds=0.05):
-        """Read new rows for at most `max_seconds`. Return whether there are more."""
+        """
+        Search for runs and check for new rows if it is time to, and read new rows for about
+        `max_seconds`. Return whether there are more.
+        """
         with self.lock:
             now = time.monotonic()
             if now - self.searched > SEARCH_INTERVAL:
@@ -98,33 +104,33 @@ class Runs:
             if now - self.checked >= CHECK_INTERVAL:
                 self.checked = now
                 self.lock_holders = lock_holders()
-                # Runs that are being read come last, so that a long log delays no other.
-                read = {name: run for name, run in self.runs.items() if name not in self.unread}
+                # Check the runs that were read to their ends first: a long log delays no other.
+                ended = {name: run for name, run in self.runs.items() if name not in self.unread}
                 unread = {name: run for name, run in self.unread.items() if name in self.runs}
-                self.unread = read | unread
+                self.unread = ended | unread
             while self.unread and time.monotonic() < now + max_seconds:
                 name = next(iter(self.unread))
                 run = self.unread.pop(name)
                 self.errors.pop(name, None)
                 if self.attempt(run, Run.read, False):
-                    self.unread[name] = run  # the next piece comes after one of each other run
+                    self.unread[name] = run  # at the end: the runs take turns, a chunk each
                 else:
                     self.previews.pop(name, None)
             return bool(self.unread)
 
     def shown(self):
-        """Return the runs as far as they were read, or their previews."""
+        """Return for each run its preview, or without one the Run as far as its log was read."""
         return [self.previews.get(name, run) for name, run in self.runs.items()]
 
     def run(self, name):
-        """Return the run of this name. Raises ValueError."""
+        """Return the run with this name. Raises ValueError."""
         self.refresh()
         if not isinstance(name, str) or name not in self.runs:
             raise ValueError(f"there is no run {str(name)[:200]!r}")
         return self.runs[name]
 
     def whole(self, names):
-        """Return the runs of these names, read to their ends."""
+        """Return the runs with these names after reading their logs to the end."""
         found = [self.run(name) for name in names]
         while self.refresh() and any(name in self.unread for name in names):
             pass
