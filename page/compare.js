@@ -7,7 +7,7 @@ import { Chart, Curves, axes, smooth } from "./charts.js"
 import { button, card, h, row, select, table } from "./dom.js"
 import { t } from "./words.js"
 
-/** Return the user's choices for the charts, from the address. */
+/** Return the user's choices for the charts. They are in the address, so that links keep them. */
 const choices = () => ({
   axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
   logy: state.get("logy", "1") === "1", decay: Number(state.get("smooth", "0")) })
@@ -58,7 +58,7 @@ export class Charts {
     markTime(mark)
   }
 
-  /** Make and draw all charts. ready: a promise after which the runs' colours are known. */
+  /** Make and draw all charts. ready: a promise; the runs' styles are known once it resolves. */
   async build(ready) {
     this.end()
     this.charts = this.metrics.map(metric => this.make(metric))
@@ -120,9 +120,9 @@ export class Charts {
   /** Take over a live event: draw its points, or load all points again. */
   add(event) {
     for (const { curves, reload } of this.charts) {
-      const news = event.hello ? "again" : curves.add(event)
-      if (news === "again") reload()
-      else if (news) this.draw()
+      const result = event.hello ? "again" : curves.add(event)
+      if (result === "again") reload()
+      else if (result) this.draw()
     }
   }
 

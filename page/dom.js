@@ -17,7 +17,7 @@ export function h(tag, attributes, ...children) {
     else if (typeof value === "boolean") element.toggleAttribute(name, value)
     else if (!isAbsent(value)) element.setAttribute(name, value)
   }
-  element.append(...children.flat(9).filter(child => !isAbsent(child)))
+  element.append(...children.flat(Infinity).filter(child => !isAbsent(child)))
   return element
 }
 

@@ -60,8 +60,8 @@ export async function show(main) {
     const options = [...others, ...models.map(model => model.id)]
     return select(t(title), options, sides[n].id, choose, { id: `model${n}` })
   }
-  const inputs = Object.entries(FIELDS).map(([id, [title, usual, attributes]]) => {
-    const value = state.get(id, String(usual)), style = "width:6.5rem"
+  const inputs = Object.entries(FIELDS).map(([id, [title, defaultValue, attributes]]) => {
+    const value = state.get(id, String(defaultValue)), style = "width:6.5rem"
     const onchange = event => state.set({ [id]: event.target.value })
     return h("label", {}, t(title),
       h("input", { id, type: "number", style, ...attributes, value, onchange }))
@@ -82,7 +82,7 @@ export async function show(main) {
     answer.hidden = !usedSides().every(canChat)
   }
 
-  /** Return the FIELDS that the user has filled in. */
+  /** Return {field: value} of the FIELDS that the user has filled in. */
   function fields() {
     const found = {}
     for (const name of Object.keys(FIELDS)) {
