@@ -38,7 +38,9 @@ export function download(blob, name) {
 
 /** Save the server's answer to a POST request as a file. */
 export async function downloadFrom(path, body, name) {
-  const response = await fetch(path, { method: "POST", body: JSON.stringify(body) })
+  const answer = fetch(path, { method: "POST", body: JSON.stringify(body) })
+  const response = await answer.catch(() => null)
+  if (!response) return notify(t("The page's server does not answer"), true)
   if (!response.ok) return notify((await response.json()).error, true)
   download(await response.blob(), name)
   notify(t("Saved"))
@@ -57,6 +59,14 @@ export const state = {
   get view() { return location.hash.slice(1).split("?")[0] || "runs" },
   get params() { return new URLSearchParams(location.hash.split("?").slice(1).join("?")) },
   get(name, fallback = "") { return this.params.get(name) ?? fallback },
+  /** Return a parameter that holds JSON; the fallback if there is none, or the link is damaged. */
+  getJson(name, fallback) {
+    try {
+      return JSON.parse(this.params.get(name)) ?? fallback
+    } catch {
+      return fallback
+    }
+  },
   /** Change parameters; "" and null remove one. Adds no history entry and draws nothing. */
   set(values) {
     const params = this.params

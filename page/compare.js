@@ -155,7 +155,7 @@ export async function show(main) {
   let found       // the answer of api/runs
   let order = []  // its runs that match the filter, sorted
   let reads = 0   // reloads while the server was still reading logs
-  const hidden = new Set(JSON.parse(state.get("hide", "[]"))), styles = new Map()
+  const hidden = new Set(state.getJson("hide", [])), styles = new Map()
   const styleOf = name => styles.get(name) || { color: "#888", hidden: true }
   const charts = new Charts({ styleOf, defaultMetrics: ["loss/val", "loss/train"] })
   const body = card(), parallel = h("div"), tools = h("div", { class: "card" })

@@ -43,7 +43,7 @@ export async function show(main) {
   // The address holds all choices: one parameter for each changed knob, "preset", "resume", "count"
   // (trials of a sweep), and "sweep": JSON of {knob: the text that the user typed}.
   const given = () => Object.fromEntries([...state.params].filter(([name]) => name in knobs))
-  const swept = () => JSON.parse(state.get("sweep", "{}"))
+  const swept = () => state.getJson("sweep", {})
   const preset = () => presets[state.get("preset")] ? state.get("preset") : ""
   const defaultOf = name => presets[preset()]?.[name] ?? knobs[name].value
 

@@ -644,6 +644,8 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     browser.get("about:blank")
     browser.get(state)
     until(lambda: script(browser, names) == ["out/b"])
+    script(browser, "location.hash = '#runs?hide=%5B%22out'")  # a link that was cut off
+    until(lambda: len(script(browser, names)) >= 4)
     script(browser, "location.hash = '#runs?group=dim&smooth=0.8&x=seconds&logx=0&charts=loss%2Ftrain'")
     until(lambda: script(browser, drawn) == 1)
     check_page(browser)
