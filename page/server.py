@@ -1,14 +1,14 @@
 """
-A small HTTP server for one user: it maps routes to functions and asks every request for a token.
+A small HTTP server for one user: it maps routes to functions and refuses requests without a token.
 
-A route is "METHOD /path": handler(request). A handler returns one of:
+Routes are {"METHOD /path": handler}. handler(request) returns one of:
 
 - a Response;
 - a dict or a list, which is sent as JSON;
-- an iterator of server-sent events: a dict is sent as JSON, a string as it is, and None as a
-  comment, which finds out whether the client has closed the connection.
+- an iterator of server-sent events: a dict is sent as JSON, a str as it is, and None as an empty
+  comment; sending it fails if the client has closed the connection.
 
-A handler raises ValueError for a user's mistake; the client gets {"error": message}. Handlers
+A handler raises ValueError for a user's mistake, and the server sends {"error": message}. Handlers
 never touch a socket.
 """
 import contextlib
@@ -27,9 +27,9 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-MAX_CONNECTIONS = 100  # authenticated ones; unauthenticated ones have a limit of the same size
+MAX_CONNECTIONS = 100  # of authenticated clients, and as many of unauthenticated ones
 MAX_BODY = 1 << 20     # bytes of a request's body
-TIMEOUT = 10           # seconds for a request to arrive; for the client to accept a piece of data
+TIMEOUT = 10           # seconds until a request must have arrived; also the timeout of each send
 MAX_ERROR = 1000       # characters of an error message
 HEADERS = {
     "Content-Security-Policy":
@@ -43,7 +43,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# Load the page again, so that the token leaves the address.
+# Response to /?token=...: it loads / at once, so that the token leaves the address bar.
 ENTRY = ('<!doctype html><link rel="icon" href="data:,">'
          '<meta http-equiv="refresh" content="0; url=/">')
 MIME_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css",
@@ -81,13 +81,16 @@ class Response:
 @dataclass
 class Connection:
     """What the server knows of an open socket."""
-    deadline: float | None  # when its request must have arrived, by time.monotonic(); None: it has
+    deadline: float | None  # time.monotonic() until which its request must arrive; None: arrived
     authenticated: bool = False
     streams: bool = False   # its response is a stream of events
 
 
 def json_object(text, name):
-    """Return the object in a JSON text. Raises ValueError for another value, or deep nesting."""
+    """
+    Return the dict in a JSON text. Raises ValueError for another value or deep nesting. name: what
+    the text is, for error messages.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -108,7 +111,7 @@ def as_download(name):
 
 
 def is_loopback(host):
-    """Return whether only this machine reaches an address."""
+    """Return whether an address or host name is reached from this machine alone."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -123,18 +126,23 @@ def is_this_machine(host, loopback):
     """
     try:
         parts = urlsplit(f"//{host}")
-        parts.port  # noqa: B018 (raises for a malformed port)
+        parts.port  # noqa: B018 (raises ValueError for a malformed port)
     except ValueError:
         return False
     name = parts.hostname or ""
     if loopback or is_loopback(name):
         return is_loopback(name)
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
+        ipaddress.ip_address(name)
+        return True
     return name == socket.gethostname().lower()
 
 
 class Server(ThreadingHTTPServer):
+    """
+    The server. It limits the number of connections and the time for a request to arrive, so that
+    clients without the token can't lock the user out.
+    """
     daemon_threads = True
     request_queue_size = 128
 
@@ -147,7 +155,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.loopback = is_loopback(host)
         super().__init__((host, port), Handler)
-        # Browsers share cookies between the ports of a machine, so the name has the port.
+        # Browsers share cookies between the ports of a machine, so the cookie's name has the port.
         self.cookie = f"llamac_{self.server_address[1]}"
         threading.Thread(target=self.close_late, daemon=True).start()
 
@@ -163,14 +171,16 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
 
     def process_request(self, connection, address):
-        """Accept a connection. Only unauthenticated ones are closed to make room for it."""
+        """
+        Accept a connection. If there are too many unauthenticated ones, close the oldest of them.
+        """
         with self.lock:
             self.connections[connection] = Connection(time.monotonic() + TIMEOUT)
             self.make_room([s for s, c in self.connections.items() if not c.authenticated])
         super().process_request(connection, address)
 
     def make_room(self, sockets):
-        """Close the first of these sockets if they are too many."""
+        """Close the first of these sockets if there are more than MAX_CONNECTIONS."""
         if len(sockets) > MAX_CONNECTIONS:
             self.close_now(sockets[0])
             del self.connections[sockets[0]]
@@ -181,13 +191,17 @@ class Server(ThreadingHTTPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def arrived(self, connection):
-        """Note that an authenticated request is complete. Close the oldest stream of too many."""
+        """
+        Note that an authenticated request is complete. If there are too many other authenticated
+        connections, close the oldest stream, or without streams the oldest connection.
+        """
         with self.lock:
             if connection in self.connections:
                 self.connections[connection] = Connection(None, authenticated=True)
                 others = [s for s, c in self.connections.items()
                           if c.authenticated and s is not connection]
-                self.make_room(sorted(others, key=lambda s: not self.connections[s].streams))
+                streams_first = sorted(others, key=lambda s: not self.connections[s].streams)
+                self.make_room(streams_first)
 
     def begin_stream(self, connection):
         """Note that the response on this connection is a stream of events."""
@@ -201,7 +215,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(connection)
 
     def close_late(self):
-        """Close connections whose requests do not arrive in time. Runs in a thread of its own."""
+        """Close connections whose requests do not arrive in time, in a separate thread."""
         while True:
             time.sleep(1)
             now = time.monotonic()
@@ -211,22 +225,23 @@ class Server(ThreadingHTTPServer):
                         self.close_now(connection)
 
     def handle_error(self, connection, address):
-        """Print what went wrong, unless the client has closed the connection."""
+        """Print the traceback of an exception, unless the connection has failed (OSError)."""
         if not isinstance(sys.exc_info()[1], OSError):
             traceback.print_exc()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request; then the connection is closed."""
+    """Answers one request, and then closes the connection."""
     protocol_version = "HTTP/1.1"
     timeout = TIMEOUT
     server_version = "llamac"
     sys_version = ""
 
     def log_message(self, *args):
-        """Log nothing: addresses may hold the token."""
+        """Log nothing: the first address has the token."""
 
     def send_error(self, code, message=None, explain=None):
+        """Reply to a malformed request: the base class calls this. explain: not used."""
         self.reply(error(code, message or "refused"))
 
     def do_GET(self):
@@ -236,9 +251,9 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             return self.reply(error(400, "the address is malformed"))
         query = dict(pairs)
-        early = self.admit(parts.path, query)
-        if early:
-            return self.reply(early)
+        early_response = self.admit(parts.path, query)
+        if early_response:
+            return self.reply(early_response)
         body = self.read_body()
         if body is not None:
             self.server.arrived(self.connection)
@@ -247,11 +262,14 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def admit(self, path, query):
-        """Return the response to a request that gets no further than this, otherwise None."""
+        """
+        Return the Response to a request that needs no handler: an error, or the page that sets the
+        cookie. Return None for an authenticated request.
+        """
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin", f"http://{host}")
         site = self.headers.get("Sec-Fetch-Site", "none")
-        entering = self.command == "GET" and path == "/"
+        entering = self.command == "GET" and path == "/"  # a link from anywhere may lead here
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not is_this_machine(host, self.server.loopback):
             return error(403, "the Host header does not name this machine")
@@ -279,13 +297,13 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def read_body(self):
-        """Return the request's body, or None after refusing it."""
+        """Return the request's body, or None (from reply) after sending an error."""
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0]
         is_number = length.isascii() and length.isdigit()
         if "Transfer-Encoding" in self.headers or len(lengths) > 1 or not is_number:
             return self.reply(error(411, "expected one Content-Length header"))
-        # int() refuses numbers of thousands of digits, so their number is checked first.
+        # int() raises for thousands of digits, so the number of digits is checked first.
         if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
             return self.reply(error(413, f"expected a body of at most {MAX_BODY:,} bytes"))
         found = self.rfile.read(int(length))
@@ -298,7 +316,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
+        except BlockingIOError:  # open, and nothing to read
             return False
         except OSError:
             return True
@@ -306,7 +324,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(TIMEOUT)
 
     def answer(self, request):
-        """Send what the handler of the route returns."""
+        """Send what the handler of the request's route returns, or an error without a route."""
         routes = self.server.routes
         handler = routes.get(f"{request.method} {request.path}")
         if handler:
@@ -320,12 +338,12 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(found) if isinstance(found, Response) else self.stream(found)
 
     def call(self, handler, request):
-        """Return what a handler returns, or the response that reports its error."""
+        """Return what a handler returns, or a Response that reports its error."""
         try:
             return handler(request)
         except ValueError as e:
             return error(400, " ".join(str(e).split())[:MAX_ERROR])
-        except RecursionError:  # JSON nested so deeply that only its parser copes
+        except RecursionError:  # the JSON could be parsed, but the handler recurses deeper
             return error(400, "the request is nested too deeply")
         except SystemExit:  # raised by configurator.fail, which has printed why
             return error(500, "failed; the terminal that runs page.py shows why")
@@ -369,7 +387,8 @@ def file_route(path, **headers):
 
 
 def file_routes(folder):
-    """Return routes of the page's own files: a fixed list, so that clients name no other path."""
+    """Return routes of the page's own files, a fixed list: a client can't ask for another path."""
+    # saved.html is compare.py's template.
     paths = [path for path in sorted(folder.iterdir())
              if path.suffix in MIME_TYPES and path.name != "saved.html"]
     return {f"GET /{path.name}".replace("/index.html", "/"): file_route(path) for path in paths}
