@@ -1,8 +1,8 @@
 """
-Models that answer as OpenAI's clients expect: /v1/models, /v1/completions, /v1/chat/completions.
+Answers from models through OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
 
-Every request has a session of its own. One forward pass uses all cores, so requests take turns, a
-token each.
+Each request uses its own session. One forward pass uses all cores, so requests take turns, a token
+each.
 """
 import contextlib
 import itertools
@@ -21,12 +21,13 @@ from engine.files import stamp
 from engine.untrusted import open_untrusted, read_untrusted
 from page.server import Response
 
-MAX_CONCURRENT = 16    # requests that take turns; more wait
-MAX_IDLE_SESSIONS = 2  # kept for the next requests: starting one takes longer than a token
-MAX_MODELS = 4         # kept open
-MAX_TOKENS = (1 << 31) - 1
+MAX_CONCURRENT = 16    # requests that take turns; others wait
+MAX_IDLE_SESSIONS = 2  # per model, kept for later requests: starting one takes longer than a token
+MAX_MODELS = 4         # open model files
+MAX_TOKENS = (1 << 31) - 1  # the largest int of C
 MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
-# Bytes of a model file that is read rather than mapped: to truncate a mapped file ends the program.
+# Model files of up to this many bytes are read into memory rather than mapped, because reading a
+# mapping whose file was truncated raises SIGBUS, which ends the program.
 MAX_IN_MEMORY = 1 << 28
 
 
@@ -36,7 +37,7 @@ def error(message, kind, param=None, code=None):
 
 
 class ApiError(ValueError):
-    """A client's mistake. response: the error in OpenAI's format."""
+    """A client's mistake. response: the Response with the error in OpenAI's format."""
 
     def __init__(self, message, param=None, code=None, status=400):
         super().__init__(message)
@@ -61,7 +62,7 @@ class FairLock:
 
     def __exit__(self, *_):
         with self.lock:
-            if self.waiting:
+            if self.waiting:  # pass the lock on; it stays busy
                 self.waiting.popleft().release()
             else:
                 self.busy = False
@@ -72,7 +73,7 @@ class LoadedModel:
 
     def __init__(self, path):
         self.stamp, self.idle, self.chat_error = stamp(path), [], ""
-        size = self.stamp[1]
+        _, size, _ = self.stamp
         fits = size <= MAX_IN_MEMORY
         self.model = llamac.Model(read_untrusted(path, MAX_IN_MEMORY) if fits else path)
         if not self.model.info.has_tokenizer:
@@ -80,28 +81,30 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            self.chat_error = str(e).partition(";")[0]
+            self.chat_error = str(e).partition(";")[0]  # without the advice for users of run
 
     @contextlib.contextmanager
     def session(self):
-        """Lend an idle session or a new one. After an error it is not used again."""
+        """Lend an idle session or a new one. An error in the block discards the session."""
         try:
             session = self.idle.pop()
         except IndexError:
             session = llamac.Session(self.model)
-        yield session
+        yield session  # raises the block's error, so that the session is not kept
         self.idle = [*self.idle, session][:MAX_IDLE_SESSIONS]
 
 
 # ---- the fields of a request
 
 class Field(NamedTuple):
-    kinds: tuple    # types
-    expected: str   # in words
+    """The values that a field of a request accepts."""
+    kinds: tuple    # their types
+    expected: str   # describes them in error messages
     is_valid: Callable = lambda value: True
 
 
 def integer(low, high):
+    """Return the Field of an integer in a range that includes both ends."""
     expected = f"a whole number from {low} to {high}"
     return Field((int,), expected, lambda n: low <= n <= high)
 
@@ -115,7 +118,7 @@ def is_stop(value):
 
 FLAG = Field((bool,), "true or false")
 COUNT = integer(1, MAX_TOKENS)
-FIELDS = {  # of both kinds of requests; None: checked where it is used
+FIELDS = {  # of completions and chats; None: checked where the field is used
     "model": None, "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
     "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
@@ -125,8 +128,8 @@ FIELDS = {  # of both kinds of requests; None: checked where it is used
 COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
-LABELS = {"user", "metadata"}  # accepted, without effect
-# Accepted with these values alone.
+LABELS = {"user", "metadata"}  # fields that are accepted and ignored
+# Fields that are accepted with these values alone, which are OpenAI's defaults.
 FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
          "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
          "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
@@ -136,18 +139,21 @@ FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 
 class Generation:
     """A checked request."""
     name: str        # of the model
-    chat: bool
+    chat: bool       # a chat completion rather than a completion
     tokens: list     # of the prompt
     max_tokens: int
     sampler: llamac.Sampler
-    stop: list       # of texts
-    top_logprobs: int | None  # how many likeliest tokens to report; None: no log probabilities
+    stop: list       # of texts that end the generation
+    top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
     stream: bool
-    include_usage: bool
+    include_usage: bool  # end the stream with the numbers of tokens
 
 
 def checked(body, fields, name, default=None):
-    """Return body[name]; null and a missing field mean the default. Raises ApiError."""
+    """
+    Return body[name] if its Field accepts it, the default for null and for a missing field. Raises
+    ApiError.
+    """
     value, field = body.get(name), fields[name]
     if value is None:
         return default
@@ -158,8 +164,10 @@ def checked(body, fields, name, default=None):
 
 def refuse_unknown(given, known, place="", param=None):
     """
-    Raise ApiError for a field that has no effect here, so that no client relies on it. Null is the
-    same as no field. place, param: where the fields are, for the message.
+    Raise ApiError for a field of `given` that is not in `known`, since a client may rely on a field
+    that is ignored. Null is the same as no field.
+
+    place: prefix of the message; param: field that the error names, None for the unknown one.
     """
     for name, value in given.items():
         if name not in known and value is not None:
@@ -169,17 +177,18 @@ def refuse_unknown(given, known, place="", param=None):
 
 
 def valid_text(text):
-    """Return a str without halves of surrogate pairs, which have no encoding."""
+    """Return a str with a "?" for each lone surrogate, which UTF-8 can't encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def prompt_tokens(model, body):
-    """Return the tokens of a prompt: a text or tokens, alone or in a list. Raises ApiError."""
-    prompt = body.get("prompt")
+    """Return the tokens of a prompt. Raises ApiError."""
+    prompt = body.get("prompt")  # a text, a list of tokens, or a list of one of these
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return model.encode(valid_text(prompt), None if prompt else True).tolist()
+        bos = None if prompt else True  # an empty prompt is BOS alone; None: as the model expects
+        return model.encode(valid_text(prompt), bos).tolist()
     size = model.info.vocab_size
     if isinstance(prompt, list) and prompt:
         if all(type(token) is int and 0 <= token < size for token in prompt):
@@ -190,7 +199,7 @@ def prompt_tokens(model, body):
 
 def message_text(message):
     """Return the text of a message, which may come in parts. Raises ApiError."""
-    # Clients send answers back with fields that are empty.
+    # Clients send earlier answers back with empty fields, such as "tool_calls": [].
     empty = {name for name, value in message.items() if value in ([], "")}
     refuse_unknown(message, {"role", "content"} | empty, "messages: ", "messages")
     parts = message.get("content")
@@ -254,9 +263,9 @@ def parse(body, chat, loaded):
     stop = checked(body, fields, "stop", [])
     options = checked(body, fields, "stream_options", {})
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
-    seed = checked(body, fields, "seed", secrets.randbits(63))
+    seed = checked(body, fields, "seed", secrets.randbits(63)) & (1 << 64) - 1  # for uint64_t
     sampler = llamac.Sampler(checked(body, fields, "temperature", 1),
-                             checked(body, fields, "top_p", 1), seed & (1 << 64) - 1)
+                             checked(body, fields, "top_p", 1), seed)
     return Generation(
         name=str(body["model"]), chat=chat, tokens=tokens, max_tokens=max_tokens, sampler=sampler,
         stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
@@ -281,7 +290,7 @@ class Talk:
                 "POST /v1/chat/completions": lambda request: self.answer(request, True)}
 
     def list(self, request):
-        """Return all models. chat: whether the file has a chat template."""
+        """Return all models. "chat": whether the file has a chat template."""
         found = []
         for name, path in self.models().items():
             with contextlib.suppress(OSError):  # the file is gone
@@ -291,7 +300,10 @@ class Talk:
         return {"object": "list", "data": found}
 
     def load(self, name):
-        """Return the LoadedModel of this name; open its file again if it has changed."""
+        """
+        Return the LoadedModel with this name; open its file if it is not open or has changed.
+        Raises ApiError.
+        """
         paths = self.models()
         if not isinstance(name, str) or name not in paths:
             raise ApiError(f"there is no model {str(name)[:200]!r}; GET /v1/models lists all",
@@ -306,13 +318,14 @@ class Talk:
             raise ApiError(f"{name}: {e}", "model", "model_not_found", 404) from e
 
     def answer(self, request, chat):
+        """Return a stream of events, a dict or the Response of an error, in OpenAI's format."""
         try:
             body = request.json()
             loaded = self.load(body.get("model"))
             asked = parse(body, chat, loaded)
         except ApiError as e:
             return e.response
-        except (ValueError, llamac.Error) as e:  # no JSON; a prompt that can't be encoded
+        except (ValueError, llamac.Error) as e:  # invalid JSON; a prompt that can't be encoded
             return ApiError(str(e)).response
         except RecursionError:
             return ApiError("the request is nested too deeply").response
@@ -320,7 +333,10 @@ class Talk:
         return events if asked.stream else joined(asked, events, request.gone)
 
     def events(self, loaded, asked):
-        """Yield the events of a stream. Closing it ends the generation."""
+        """
+        Yield the chunks of a response and None in between, so that the server finds out whether the
+        client has closed the connection. Closing this iterator ends the generation.
+        """
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()),
                 "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}
@@ -352,7 +368,7 @@ class Talk:
 
 
 def choice(chat, text, details, reason):
-    """Return the choice of an event. details, reason: as llamac.generate yields them."""
+    """Return the "choice" of a chunk. details, reason: as llamac.generate yields them."""
     logprobs = None
     if details and chat:
         fields = ("token", "logprob", "bytes", "top_logprobs")
@@ -369,7 +385,10 @@ def choice(chat, text, details, reason):
 
 
 def joined(asked, events, gone):
-    """Return the events of a stream as one response. gone(): whether the client has gone."""
+    """
+    Return the events of a stream as one response. gone(): returns whether the client has closed the
+    connection.
+    """
     found = []
     with contextlib.closing(events):
         for event in events:
@@ -377,7 +396,7 @@ def joined(asked, events, gone):
                 found.append(event)
             if gone():
                 return Response("")
-    if "error" in found[-1]:
+    if "error" in found[-1]:  # otherwise the last event has the usage
         return Response(found[-1], 500)
     choices = [event["choices"][0] for event in found if event["choices"]]
     logprobs = None
@@ -398,7 +417,7 @@ def joined(asked, events, gone):
 # ---- model files
 
 def has_template(path):
-    """Return whether a model file has a chat template; it is stored before the tensors."""
+    """Return whether a model file has a chat template, which is stored before the tensors."""
     with contextlib.suppress(OSError, ValueError), open_untrusted(path) as f:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return data.find(b"tokenizer.chat_template", 0, MAX_HEADER) >= 0
@@ -406,7 +425,10 @@ def has_template(path):
 
 
 def model_files(runs):
-    """Return {name: path} of models: a run's best by its name, its latest by NAME/last.gguf."""
+    """
+    Return {name: path} of the runs' model files. The name of a run stands for its best model,
+    NAME/last.gguf for its latest.
+    """
     runs.refresh()
     found = {}
     for name, run in list(runs.runs.items()):
