@@ -129,7 +129,7 @@ COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
 LABELS = {"user", "metadata"}  # fields that are accepted and ignored
-# Fields that are accepted with these values alone, which are OpenAI's defaults.
+# Fields that are accepted with these values alone, which mean the same as no field.
 FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
          "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
          "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
