@@ -50,14 +50,16 @@ def part_encoder(folder):
     has_eos = tokenizer.eos_id != tokenizer.bos_id  # one token for both is written once, as BOS
 
     def encode(number):
-        ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
+        ids = ([], [])  # of train and val
+        counts = np.zeros((2, 3))  # of train and val: documents, bytes, bits of information
         for text, size, flags, bits in corpus.texts(corpus.rows[starts[number]:starts[number + 1]]):
             split, is_first = flags & VAL, bool(flags & FIRST)  # VAL is 1, the index in SPLITS
             before = ""
             if not is_first and tokenizer.add_dummy_prefix:
                 # The tokenizer puts a space before every text, which would be one too many inside a
-                # document. Leave out a space that the text begins with. Before any other text, put
-                # a line end, and drop the tokens of the space and the line end.
+                # document. If the text begins with a space, leave it out: the tokenizer's replaces
+                # it. Otherwise put a line end before the text, and drop the tokens of the
+                # tokenizer's space and of the line end.
                 before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
             is_last = bool(flags & LAST)
             tokens = tokenizer.encode(before + text, bos=is_first, eos=is_last and has_eos)
@@ -85,14 +87,16 @@ def encode_parts(corpus, folder, workers):
                 bar.update(int(sizes[number]))
             return
         todo, count = collections.deque(missing), min(workers, len(missing))
-        with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:  # 0 is refused
+        # If no part is missing, count is 0, which the pool refuses.
+        with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:
             try:
                 drivers = [pool.submit(drive_worker, folder, todo, bar, sizes)
                            for _ in range(count)]
-                for driver in drivers:
-                    driver.result()
+                concurrent.futures.wait(drivers, return_when="FIRST_EXCEPTION")
             finally:
-                todo.clear()  # once an error is raised here, no worker begins another part
+                todo.clear()  # after an error, no worker begins another part
+            for driver in drivers:
+                driver.result()  # raises the error
 
 
 def drive_worker(folder, todo, bar, sizes):
