@@ -42,8 +42,8 @@ typedef struct {
     Mat w;                   // QKV: wq, wk and wv as one matrix; GATE_UP: w1 and w3 as one matrix
     int row_bytes;           // bytes of a row of weights, without its scales
     int pieces;              // pieces of a group
-    int group_stride;        // rows from a group's first to the next group's first
-    int second_half;         // rows from a group's first to its fifth
+    int group_stride;        // from a group's first row to the next group's: 8 rows; GATE_UP: 4
+    int second_half;         // from a group's first row to its fifth: 4 rows; GATE_UP: hidden_dim
     int groups_per_block;    // groups that every block computes
     int extra_groups;        // how many blocks compute one more
     PieceIndex first[WARPS]; // each warp's first piece in a block's range
@@ -51,7 +51,8 @@ typedef struct {
     const float *norm;       // (cols,) weights of the RMSNorm before it, or NULL
 } TokenProduct;
 
-typedef struct { size_t weights, scales, cache; } LayerStride; // bytes from a layer to the next
+// Bytes from a layer to the next. `weights` is also the stride of the RMSNorms' weights.
+typedef struct { size_t weights, scales, cache; } LayerStride;
 
 typedef struct {
     TokenProduct products[N_ROLES];
@@ -116,9 +117,10 @@ static __device__ unsigned load_acquire(unsigned *counter) {
 enum { PHASE_BIT = 0x80000000u }; // flips whenever all blocks have arrived
 
 // Waits until all blocks have called it. What a block wrote before is visible to all after. The
-// counter is never reset: each block adds 1, but block 0 so much that the sum of all is PHASE_BIT,
-// which flips the top bit (as in CUDA's cooperative groups). In the thread that waits, `phase` is
-// that bit before the barrier. All blocks of the grid must be resident on the GPU.
+// counter is never reset: block 0 adds PHASE_BIT - (blocks - 1), and each other block adds 1.
+// Together they add PHASE_BIT, which flips the top bit (as in CUDA's cooperative groups). In the
+// thread that waits, `phase` is that bit before the barrier. All blocks of the grid must be
+// resident on the GPU.
 static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
     __syncthreads();
     if (threadIdx.x == 32 * WARPS) { // the first thread of the last warp
@@ -132,8 +134,8 @@ static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
 // ----------------------------------------------------------------------------
 // The block's share of each product, and the copies of its weights
 
-// The groups of one product that this block computes. Some blocks compute one group more: other
-// ones in each product, so that the work of all blocks is about equal.
+// The groups of one product that this block computes. Some blocks compute one group more. In the
+// next product, the blocks that follow them do, so that the work of all blocks is about equal.
 struct BlockShare {
     int step;        // 4 * layer + role
     int role, layer; // layer is 0 for LOGITS
@@ -187,8 +189,7 @@ struct PieceCursor : BlockShare {
     }
 };
 
-// Starts the copy of 16 bytes to shared memory, or of zeros if `exists` is false. Copies are waited
-// for in the order of their commits.
+// Starts the copy of 16 bytes to shared memory, or of zeros if `exists` is false.
 static __device__ void copy_16_async(char *to, const char *from, bool exists) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
@@ -201,16 +202,17 @@ static __device__ void copy_16_async(char *to, const char *from, bool exists) {
 }
 
 // Returns the offset in a slot of the 16 bytes of row r that lane 4 r + q multiplies in step j. A
-// step is 64 bytes of each row. In odd steps, rows r and r ^ 1 swap places, to avoid bank
-// conflicts: both the 128 bytes of a row that eight lanes copy, which are two steps, and the 64
-// bytes of two rows that eight lanes read cover all banks.
+// step is 64 bytes of each row. In odd steps, row r is stored in the place of row r ^ 1. So there
+// are no bank conflicts when eight lanes write 128 bytes of a row (two steps), nor when eight lanes
+// read 64 bytes of each of two rows.
 static __device__ int slot_offset(int j, int r, int q) {
     return 64 * GROUP_ROWS * j + 64 * (r ^ j % 2) + 16 * q;
 }
 
-// Starts the copy of the cursor's piece to a slot, and advances the cursor. After the last piece it
-// commits an empty copy, so that each slot still has one commit. Eight lanes copy 128 bytes of a
-// row at a time. Rows beyond the matrix's last repeat it; their sums are not used.
+// Starts the copy of the cursor's piece to a slot, commits it and advances the cursor. After the
+// last piece it commits an empty copy, because multiply_share waits for all commits but the last
+// slots - 1. Eight lanes copy 128 bytes of a row at a time. Rows beyond the matrix's last repeat
+// it; their sums are not used.
 static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, char *slot) {
     __syncwarp(); // all lanes have read the slot
     if (!at.is_past_end(t)) {
@@ -247,10 +249,10 @@ static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, cha
 //   a[1], a[3]   the same of row i + 8
 //   b.x, b.y     the same elements of column i of b
 //   d[0], d[1]   columns 2 q and 2 q + 1 of row i of d; d[2], d[3] the same of row i + 8
-// Each lane has 16 bytes of one row of weights, so that one row fills both rows i and i + 8 of a:
-// of eight elements that follow each other, pairs 0 and 2 are in row i, pairs 1 and 3 in row i + 8.
-// The x that are multiplied by pairs 0 and 2 are in other columns of b than those for pairs 1 and
-// 3. Of row i of d, only the former columns are used, of row i + 8 only the latter.
+// Lane 4 i + q has eight weights w0 to w7, all from row i of the group. They fill its parts of two
+// rows of a: w0, w1, w4 and w5 are in row i, and w2, w3, w6 and w7 in row i + 8. Some columns of b
+// hold the x for w0, w1, w4 and w5: only row i of d is used in these columns. Other columns hold
+// the x for w2, w3, w6 and w7: only row i + 8 of d is used in those.
 template <bool bf16>
 static __device__ void multiply_eight(float d[4], const uint32_t a[4], const uint2 &b) {
 #ifdef CUDA_ON_CPU
@@ -326,16 +328,20 @@ static __device__ void bytes_to_half_pairs(uint32_t word, float zero, uint32_t *
 //   multiply(w, x, j, scales)   adds step j; x points to the N numbers that w multiplies
 //   sum()    returns the lane's part; those of lanes 4 r to 4 r + 3 add up to row r's product
 //
-// On the tensor cores, each eight x become four columns of b in multiply_eight (see store_x): the
-// first parts of the x for row i, their second parts, and the same two for row i + 8. Lane l loads
-// column l / 4 % 4. So lane 4 r gets the sums of row r's pairs 0 and 2, lane 4 r + 1 those of pairs
-// 1 and 3. Sums of weights with different scales must stay apart: with Q8_0 and Q4_0, columns 0 to
-// 3 are for one block of weights, columns 4 to 7 for another, and the x of the other block are 0.
-// Lanes 4 r and 4 r + 1 get the sums of the first block, lanes 4 r + 2 and 4 r + 3 those of the
-// second.
+// On the tensor cores, each eight x become four columns of b in multiply_eight (see store_x):
+//   0, 1   first and second parts (see SplitFloat) of the x for row r of a
+//   2, 3   first and second parts of the x for row r + 8 of a
+// In lane 4 r + q, d has columns 2 q and 2 q + 1. So lane 4 r gets the sums in columns 0 and 1 (row
+// r of d), and lane 4 r + 1 those in columns 2 and 3 (row r + 8).
+//
+// With 16-bit weights, columns 4 to 7 of b are zeros. With Q8_0 and Q4_0, sums of weights with
+// different scales must stay apart. The weights that share a scale are a scale block: columns 0 to
+// 3 hold the x of one scale block, columns 4 to 7 those of another, and both hold zeros for all
+// other weights. Lanes 4 r and 4 r + 1 get the sums of the first scale block, lanes 4 r + 2 and
+// 4 r + 3 those of the second.
 template <Type type> struct LaneProduct;
 
-// Returns this lane's column of the eight numbers from x[8 * eight] on, or zeros.
+// Returns column l / 4 % 4 (for lane l) of the eight numbers from x[8 * eight] on, or zeros.
 static __device__ uint2 load_column(const float *x, int eight, bool is_needed) {
     uint2 zeros = {0, 0};
     return is_needed ? *(const uint2 *)(x + 8 * eight + threadIdx.x % 16 / 4 * 2) : zeros;
@@ -361,8 +367,9 @@ template <bool bf16> struct SixteenBitProduct {
 template <> struct LaneProduct<BF16> : SixteenBitProduct<true> {};
 template <> struct LaneProduct<F16> : SixteenBitProduct<false> {};
 
-// Returns one of the two scales that lane `from` holds in `pair`: that of the block whose sums this
-// lane gets.
+// Returns the scale of the sums that this lane gets (see LaneProduct), out of the two that lane
+// `from` holds in `pair`: lanes 4 r and 4 r + 1 get the first, lanes 4 r + 2 and 4 r + 3 the
+// second.
 static __device__ float scale_from_lane(uint32_t pair, int from) {
     float2 both = __half22float2(halves_of(__shfl_sync(ALL_LANES, pair, from)));
     return threadIdx.x % 4 < 2 ? both.x : both.y;
@@ -373,7 +380,7 @@ template <> struct LaneProduct<Q8_0> {
     typedef SplitFloat<false> Parts;
     float total;
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
-        // whether this lane's column is for the block that its weights belong to
+        // whether this lane's column of b is for the scale block of the lane's weights
         bool is_mine = threadIdx.x % 32 / 16 == threadIdx.x % 4 / 2;
         uint32_t a[8];
         float d[4] = {0};
@@ -395,14 +402,14 @@ template <> struct LaneProduct<Q4_0> {
     float total;
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
         const uint32_t words[] = {w.x, w.y, w.z, w.w};
-        uint32_t a[2][8]; // of the low nibbles, elements 0 to 15 of a block, and of the high ones
+        uint32_t a[2][8]; // of a scale block's low nibbles, elements 0 to 15, and high ones
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             bytes_to_half_pairs(words[i] & 0x0f0f0f0fu, 8, a[0] + 2 * i);
             bytes_to_half_pairs(words[i] >> 4 & 0x0f0f0f0fu, 8, a[1] + 2 * i);
         }
 #pragma unroll
-        for (int p = 0; p < 2; p++) { // the four lanes of a row have a block each: two at a time
+        for (int p = 0; p < 2; p++) { // lanes 4 r to 4 r + 3 have a scale block each: two per pass
             bool is_mine = threadIdx.x % 4 == 2 * p + threadIdx.x % 32 / 16;
             float d[4] = {0};
 #pragma unroll
@@ -685,7 +692,8 @@ static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squ
     return 1 / sqrtf(sum / dim + t.norm_eps);
 }
 
-// Attends with all heads to the first n positions; the blocks share heads and splits.
+// Attends with all heads to the first n positions. Each head's positions are cut into `splits`
+// parts; the blocks share the parts of all heads.
 template <typename CacheType>
 static __device__ void attend_heads(const TokenPlan &t, const Cache &cache, int splits, int n,
                                     AttentionScratch *scratch) {
@@ -715,7 +723,8 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     // The barrier's bit cannot flip before this block arrives, so all blocks read the same bit.
     unsigned phase = *(volatile unsigned *)t.arrived;
 
-    // Blocks share a head only if its positions are more than one tile of 32 for each warp.
+    // Blocks share a head only if there are more than 32 * WARPS positions: more than one tile of
+    // 32 for each of WARPS warps.
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
     int tiles_per_block = (n + 32 * WARPS - 1) / (32 * WARPS);
     splits = max(1, min(min(splits, tiles_per_block), t.max_splits));
@@ -726,7 +735,8 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         for (int i = 0; i < t.slots; i++)
             copy_piece_async(t, ahead, s.slots + ((size_t)warp * t.slots + i) * SLOT_BYTES);
     }
-    // Every block writes the same embedding, so none has to wait for another.
+    // Every block writes the same embedding, so none has to wait for another. The writes are
+    // volatile, because plain writes by several blocks would be a data race.
     for (int i = threadIdx.x; i < t.table.cols; i += BLOCK_THREADS)
         *(volatile float *)&t.x[i] = element_at(t.table, (size_t)token * t.table.cols + i);
     __syncthreads();
