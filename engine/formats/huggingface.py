@@ -58,8 +58,8 @@ DTYPES = "F32", "F16", "BF16"  # safetensors' names of the types that weights ma
 
 def read_hf(folder, with_tokenizer=True):
     """
-    Return (Tensors, ModelArgs, Tokenizer or None, {GGUF's key: value} for chats) of a Hugging Face
-    folder.
+    Return (Tensors, ModelArgs, Tokenizer or None, chat) of a Hugging Face folder. chat: {key of
+    GGUF's metadata: value} for the chat template, and for the tokens of chat_ids.
     """
     args = hf_args(folder / "config.json")
     state = hf_tensors(folder, args)
@@ -91,7 +91,7 @@ def hf_args(path):
             n_layers=get("num_hidden_layers", int),
             n_heads=n_heads,
             n_kv_heads=get("num_key_value_heads", int, n_heads),
-            head_width=0 if head_dim * n_heads == dim else head_dim,
+            head_width=0 if head_dim * n_heads == dim else head_dim,  # 0: dim / n_heads
             vocab_size=get("vocab_size", int),
             hidden_dim=get("intermediate_size", int),
             max_seq_len=get("max_position_embeddings", int),
@@ -123,7 +123,7 @@ def refuse_window(window, config, kind, args, path):
     if slides and not holds_context:
         fail(f"{path}: sliding_window={printable(window)} is not supported, expected none, or one "
              f"that holds the context of {args.max_seq_len}; "
-             f"max_position_embeddings={printable(window)} would give a model of that context")
+             f"set max_position_embeddings to {printable(window)} for a shorter context")
 
 
 def hf_rope(config, args, path):
@@ -190,7 +190,7 @@ def weight_files(folder):
         if not is_plain_name(named) or not named.endswith(kinds):
             fail(f"{folder}: transformers_weights={printable(named)} in its config.json, expected "
                  "a .safetensors file in this folder")
-        single = index = folder / named  # its suffix tells which of the two it is
+        single = index = folder / named  # the suffix tests below select one
     if single.exists() and single.suffix == ".safetensors":
         return [single]
     if index.exists() and index.suffix == ".json":
@@ -209,7 +209,7 @@ def weight_files(folder):
 
 def refuse_unread(path):
     """
-    Exit with a message if the model in the folder of this file of weights does not use the file.
+    Exit with a message if `path`, a file of weights, is not one that the model in its folder uses.
     """
     folder, files = path.parent, [path]
     if (folder / "config.json").exists():
@@ -249,13 +249,13 @@ def hf_tensors(folder, args):
     # Old files hold tables of rotary positions.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     ignored |= {"lm_head.weight"} if args.tied else set()
-    expected = ((name, shape) for _, _, name, shape in tensors(args))
+    expected = ((theirs, shape) for _, _, theirs, shape in tensors(args))
     check_tensors(shapes, expected, folder, ignored)
     readers = {}
-    for ours, _, name, _ in tensors(args):
-        if dtypes[name] not in DTYPES:
-            fail(f"{files[name]}: {name} is {dtypes[name]}, expected {', '.join(DTYPES)}")
-        readers[ours] = partial(hf_tensor, files[name], name, heads_in(ours, args))
+    for ours, _, theirs, _ in tensors(args):
+        if dtypes[theirs] not in DTYPES:
+            fail(f"{files[theirs]}: {theirs} is {dtypes[theirs]}, expected {', '.join(DTYPES)}")
+        readers[ours] = partial(hf_tensor, files[theirs], theirs, heads_in(ours, args))
     return Tensors(readers, folder)
 
 
@@ -282,7 +282,10 @@ def equal_weights(files, a, b):
 
 
 def hf_tensor(path, name, heads):
-    """Return one tensor in its stored type, with the rows of heads in model.py's order."""
+    """
+    Return one tensor in its stored type, with the rows of heads in model.py's order. Exit with a
+    message if its values are not finite, or are all zeros where that is a sign of damage.
+    """
     with open_weights(path) as weights:
         return halves_to_interleaved(plausible(name, weights.get_tensor(name), path), heads)
 
@@ -316,7 +319,7 @@ def read_meta(folder, with_tokenizer=True):
     columns = shards[0]["tok_embeddings.weight"].shape[1] < args.dim
 
     def slices():
-        for name, _, _, shape in tensors(args):
+        for name, _, _, shape in tensors(args):  # Meta's names are model.py's
             dim = split_dim(name, shape, columns)
             yield name, tuple(size // n if i == dim else size for i, size in enumerate(shape))
 
@@ -338,8 +341,8 @@ def load_shard(path):
 
 def meta_args(path, first, n):
     """
-    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards; the sizes
-    that the file lacks follow from its shapes.
+    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards; the
+    shapes of these tensors give the sizes that params.json lacks.
     """
     params = {key: value for key, value in load_json(path).items() if value is not None}
     for key in params.keys() & {
@@ -360,7 +363,7 @@ def meta_args(path, first, n):
         embedding, width = first["tok_embeddings.weight"].shape
         tied = "output.weight" not in first
         rows = embedding if tied else first["output.weight"].shape[0]
-    # A shard holds 1 / n of the rows, except of a tied embedding that is split into columns.
+    # Each shard holds 1 / n of these rows, or all if a tied embedding is split into columns.
     if not tied or width == dim:
         rows *= n
     args = checked(ModelArgs(

@@ -55,8 +55,8 @@ class Options:
     max_text_bytes: int = 0
 
 
-# Options that the content of a prepared folder depends on, and their defaults. A default fits every
-# prepared folder, except that of vocab_source.
+# Options that the content of a prepared folder depends on, and their defaults. as_prepared accepts
+# a default with every prepared folder, except that of vocab_source, which it compares.
 NEUTRAL = {field.name: field.default for field in dataclasses.fields(Options)
            if field.name not in ("cache", "workers", "urls")}
 
@@ -67,7 +67,7 @@ class Job:
     source: Source
     options: Options
     vocab_file: Path  # file of the vocabulary; None if it is made for the text
-    vocab_goal: int   # size of a vocabulary that is trained
+    vocab_goal: int   # size or max size of a vocabulary that is trained: an option's, or the usual
     name: str         # name of the prepared folder
 
 
@@ -159,7 +159,7 @@ def is_vocabulary(source, is_given, meta, cache):
     Return whether a vocab_source names the vocabulary of prepared data. Fails if a file that the
     user gave is missing.
     """
-    if source == meta["vocab_source"] or is_made(source):
+    if source == meta["vocab_source"] or is_made(source):  # if made, there is no file to compare
         return source == meta["vocab_source"]
     if not is_given and not Path(source).exists():
         return False
@@ -192,14 +192,14 @@ def make_job(text, options):
     if options.skip_bad:
         key.append("skip_bad")
     if options.max_vocab_size and not options.vocab_size:
-        key.append("vocab_most")  # the option's older name; its value is the goal
+        key.append("vocab_most")  # the option's older name; its value is in the key as goal
     if options.max_text_bytes:
         key += ["text_most", options.max_text_bytes]
     if options.column != "text":
         key.append(options.column)
     may_be_limited = not source.is_exact or source.size > 10 * MAX_VAL_BYTES
     if not options.val_fraction and may_be_limited:
-        key.append("most")  # MAX_VAL_BYTES applies
+        key.append("most")  # a tenth of the text may exceed MAX_VAL_BYTES, the limit
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [source.name, f"{vocab_name}{options.vocab_size or ''}", digest]
     name = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
@@ -222,14 +222,16 @@ def build(job, folder):
                 corpus = make_corpus(source, options, options.val_fraction or 0.1, max_val_bytes,
                                      partial / "texts")
                 corpus.save(partial)
-            corpus = load_corpus(partial)  # rows are memory-mapped now
+            # Load it even if just made: its table of documents, rows.npy, is then memory-mapped.
+            corpus = load_corpus(partial)
             tokenizer = make_vocabulary(job, corpus, partial)
             encode_parts(corpus, partial, options.workers or cores())
             meta = assemble(job, corpus, partial, tokenizer)
             if source.stamps and source.stamps != file_stamps(source.files):
                 raise changed_meanwhile(source.text)
             write_atomic(partial / "meta.json", json.dumps(meta, indent=1))
-    except (Unfit, SystemExit):  # continuing would not help
+    except (Unfit, SystemExit):  # SystemExit: from fail()
+        # Start over next time. An OSError or Ctrl-C keeps the folder, and the command continues it.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for name in "parts", "texts":
@@ -265,7 +267,7 @@ def assemble(job, corpus, folder, tokenizer):
     if corpus.whole_bytes:
         meta["whole_bytes"] = corpus.whole_bytes
     if job.source.stories:
-        _, size, bits = counts[1]  # of the validation split
+        _, size, bits = counts[1]  # of validation; bits: the information in its stories
         meta["floor_bpb"] = bits / size
         meta["entropy_bits_per_story"] = stories.entropy()
     return meta

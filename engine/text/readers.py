@@ -33,7 +33,8 @@ SAMPLE = 1 << 20  # bytes that identify its encoding
 PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # typical unpacked size / packed size
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
-DOCUMENTS = (".txt", *LINES, ".parquet")  # always read from a folder; see has_documents
+# Suffixes of the files in a folder that are always read; has_documents examines TABLES and .json.
+DOCUMENTS = (".txt", *LINES, ".parquet")
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # unpacking a damaged file raises these
 
 PLAIN = "; save it as plain text"
@@ -107,7 +108,7 @@ def first_bytes(path):
             while len(found) < HEAD and (more := content.read(HEAD - len(found))):
                 found += more
         except DAMAGED:
-            if content is raw:
+            if content is raw:  # not packed: an error of the disk
                 raise
     return found
 
@@ -122,7 +123,7 @@ def binary_format(first, path):
 
 
 def suffix(path):
-    """Return the lower-case suffix before that of the packing: .txt for a.TXT.gz and for a.gz."""
+    """Return the suffix in lower case, without a packing's: .csv for a.CSV.gz, .txt for a.gz."""
     path = Path(Path(path).name.lower())
     return (Path(path.stem).suffix or ".txt") if path.suffix in PACKED else path.suffix
 
@@ -153,7 +154,7 @@ def has_documents(path, column):
     except (Unfit, OSError):
         return True
     names = "|".join(map(re.escape, column_names(column)))
-    # the first line is an object, or too long for its end to be among the first bytes
+    # The first line starts with { and ends with }, or continues beyond the first HEAD bytes.
     starts_with_object = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)
     has_column = re.search(f'"({names})"\\s*:\\s*"', text)
     return bool(has_column and (starts_with_object or is_list(text)))
@@ -163,7 +164,7 @@ def first_characters(first):
     """
     Decode the first bytes of a file and remove the byte order mark.
 
-    Invalid bytes are left out, so the ASCII characters remain if the encoding is another.
+    Invalid bytes are left out, so the ASCII characters remain even if the file is not UTF-8.
     """
     name = encoding(first) if b"\0" in first else "utf-8"
     return first.decode(name or "utf-8", "ignore").lstrip("\ufeff")
@@ -222,7 +223,8 @@ def read_any(path, copy, column, scan):
             step(*convert(here, path, e, f"{copy}.utf8"))
             new = read(here, column, f"{copy}.jsonl")
         step(*new)
-    elif in_lines and here.suffix != ".jsonl":  # `scan` knows only .jsonl: link to .ndjson
+    elif in_lines and here.suffix != ".jsonl":
+        # `scan` recognises lines of JSON by the suffix .jsonl alone: link that name to the file.
         here = Path(f"{copy}.jsonl")
         os.symlink(path.resolve(), here)
     try:
@@ -253,22 +255,24 @@ def convert(path, name, problem, copy):
     """
     Convert a file that is not UTF-8, and return (what was done, in words; path of the copy).
 
-    path: the file, or a copy of it; name: the user's file; problem: the NotUTF8 that was raised.
-    Raises Unfit, with a command that converts it, if the encoding is not certain.
+    path: the file to convert, perhaps a copy; name: path of the user's file, for messages;
+    problem: the NotUTF8 that was raised. Raises Unfit, with a command that converts the file, if
+    the encoding is not certain.
     """
     with open_untrusted(path) as f:
         start = max(0, problem.offset - SAMPLE // 2)
         f.seek(start)
         sample = f.read(SAMPLE)
-    found = encoding(sample[sample.find(b"\n") + 1:] if start else sample)  # from whole lines
+    # Skip the first line of a sample that begins inside the file: it may be cut.
+    found = encoding(sample[sample.find(b"\n") + 1:] if start else sample)
 
     def other_file(end):
         return quoted(Path(name).stem + end)
 
     to_utf8 = f"-t UTF-8 {quoted(name)} > {other_file('.utf8.txt')}"
     if not found:
-        advice = ("no encoding that can be told for certain; if you know it, say LATIN1: "
-                  f"iconv -f LATIN1 {to_utf8}")
+        advice = ("no encoding that can be told for certain; if you know it, put it in place of "
+                  f"LATIN1: iconv -f LATIN1 {to_utf8}")
         if problem.byte == 0:
             advice = ("if it is text, this command removes the zero bytes: "
                       f"tr -d '\\000' < {quoted(name)} > {other_file('.clean.txt')}")
@@ -283,7 +287,8 @@ def convert(path, name, problem, copy):
         while True:
             block = f.read(blocks.BLOCK)
             for line in block.split(b"\n"):
-                if not line.isascii():  # with the \n, a line cut inside a character is not UTF-8
+                if not line.isascii():
+                    # `decoded` accepts a character that is cut off at the end, but not before "\n".
                     is_utf8 = decoded(line + b"\n", "utf-8") is not None
                     utf8_lines += is_utf8
                     other_lines += not is_utf8

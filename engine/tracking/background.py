@@ -16,7 +16,7 @@ from engine.tracking.redact import redact
 
 MAX_WAITING = 10_000         # queued calls; a tracker that leaves more waiting is given up
 MIN_BYTES_PER_SEC = 125_000  # 1 Mbit/s: a slower upload of models is given up
-MIN_PROGRESS = 1 << 16       # bytes within FINISH_SECONDS; a client that only waits writes less
+MIN_PROGRESS = 1 << 16       # bytes; a client that writes less within FINISH_SECONDS is given up
 
 
 class Background:
@@ -64,7 +64,8 @@ class Background:
                 call(method, *arguments)
                 if method == "finish":
                     if self.process:
-                        self.started.wait()  # confirm_start reads the first answer, end the second
+                        # confirm_start must read the first answer before end() reads the second.
+                        self.started.wait()
                         self.process.end()
                     break
         except BrokenPipeError as e:
@@ -102,7 +103,7 @@ class Background:
     def call(self, method, *arguments):
         """Queue a call of the tracker's method."""
         if not self.ended and self.calls.qsize() > MAX_WAITING:
-            self.give_up(f"it has not taken {MAX_WAITING} rows")
+            self.give_up(f"it is more than {MAX_WAITING} messages behind")
         if not self.ended:
             self.calls.put((method, *arguments))
 
@@ -131,7 +132,7 @@ class Background:
         # Without a process there is only this thread, which would end with the program.
         must_wait = self.tracker_class.waits_at_end or not self.process
         if not self.ended:
-            self.thread.join(3 if must_wait else 2)  # a tracker that ends so soon costs no message
+            self.thread.join(3 if must_wait else 2)  # no message if it ends by then
         if self.ended or not self.thread.is_alive():
             return
         if must_wait:
@@ -159,7 +160,7 @@ class Background:
                   disable=not size, miniters=1, mininterval=refresh) as bar:
             while self.thread.is_alive() and not self.ended:
                 processes = self.process.processes() if self.process else []
-                # The bar leaves out processes[0]: a child, the client's service, uploads.
+                # The bar leaves out processes[0]: its child, the client's service, does the upload.
                 sent, now = bytes_written(processes[1:]), time.monotonic()
                 sent_before = sent if sent_before is None else sent_before
                 bar.update(max(0, min(sent - sent_before, size) - bar.n))

@@ -40,6 +40,7 @@ def recover(out_dir):
     """
     finish(out_dir)
     lines = []
+    # A folder with a suffix, NAME.damaged, was set aside before: skip it.
     for folder in reversed([p for p in checkpoint.all_steps(out_dir) if not p.suffix]):
         wrong = checkpoint.damage(folder)
         if not wrong:
@@ -47,7 +48,7 @@ def recover(out_dir):
         aside = unused(f"{folder}.damaged")
         os.rename(folder, aside)
         lines.append(f"{folder} is damaged ({wrong}) and was set aside as {aside.name}")
-    # No intact one: if none is renamed now, name those that earlier calls renamed.
+    # No folder is intact. If this call renamed none, report those that earlier calls renamed.
     return None, lines or [f"{p} is damaged" for p in checkpoint.all_steps(out_dir)]
 
 
@@ -112,7 +113,7 @@ def is_run(out_dir):
 def refuse_foreign(out_dir):
     """
     Raise Refused if a file or folder in out_dir has a name that a trainer uses, but may be the
-    user's: any such name in a folder that is not a run, a step folder without a manifest in a run.
+    user's. In a run this is a step folder without checkpoint.json, elsewhere any such name.
     """
     known = is_run(out_dir)
     found = [folder for folder in checkpoint.all_steps(out_dir)
@@ -120,7 +121,7 @@ def refuse_foreign(out_dir):
     if not known:
         found += checkpoint.leftovers(out_dir) + unfinished(out_dir)
         found += existing(out_dir)
-        mark = Path(out_dir, MARK)  # `lock` makes it empty
+        mark = Path(out_dir, MARK)  # an empty one is from `lock`
         found += [mark] if mark.exists() and mark.stat().st_size else []
     if found:
         raise Refused(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not "
@@ -168,8 +169,8 @@ def lock(out_dir):
     Return (the open and locked MARK of a folder, whether this call made it). Make the folder and an
     empty MARK if they are missing. Raises Refused if another process holds the lock.
 
-    The caller examines the folder only under this lock, so that of two trainings begun together
-    the second sees a finished claim.
+    The caller examines the folder only under this lock, so it never sees a claim that another
+    training has only half made.
     """
     path = Path(out_dir, MARK)
     while True:

@@ -20,14 +20,15 @@ template <int D> struct Flash {
         KEYS = 4096 / D,        // positions of a tile: 64, 32 or 16
         LANE_SCORES = KEYS / 2, // scores of a lane: two lanes share a row
     };
-    // Elements between rows in shared memory: 8 or 4 of them are unused, against bank conflicts
+    // Elements from the start of one row to that of the next in shared memory. The last 8 (for
+    // scores, 4) are unused, against bank conflicts.
     enum { QKV_PITCH = D + 8, SCORE_PITCH = KEYS + 4 };
     typedef nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, __half,
                                    nvcuda::wmma::row_major>
         Rows;
 
-    // Starts the copy of KEYS keys, or values, from position `first` on, to `to` (KEYS, QKV_PITCH).
-    // from (positions, width). Positions from `end` on become zero.
+    // Starts the copy of KEYS keys, or values, to `to` (KEYS, QKV_PITCH). They are those of `from`
+    // (positions, width) that begin at position `first`. Positions from `end` on become zero.
     static __device__ void copy_async(__half *to, const __half *from, int width, int first,
                                       int end) {
 #pragma unroll
@@ -114,7 +115,9 @@ template <int D> struct Flash {
     static __device__ void add_values(Sums sums[D / 16], const float *scores, const float *rescale,
                                       const __half *vs) {
         using namespace nvcuda::wmma;
-        Sums factors; // each row's factor in all columns: with a pitch of 0, columns are the same
+        // Each row's factor in all columns: with a pitch of 0, every column is read from the same
+        // 16 floats.
+        Sums factors;
         load_matrix_sync(factors, rescale, 0, mem_col_major);
 #pragma unroll
         for (int d = 0; d < D / 16; d++)
@@ -132,15 +135,15 @@ template <int D> struct Flash {
         }
     }
 
-    // Stores this warp's sums (16, D), divided by their rows' sums of weights. `sum` is that of
-    // this lane's row, which two lanes share. scratch (16, SCORE_PITCH).
+    // Stores this warp's sums (16, D), divided by their rows' sums of weights. `sum` is the
+    // whole sum of this lane's row, the same in both lanes of a row. scratch (16, SCORE_PITCH).
     static __device__ void store(Sums sums[D / 16], float *scratch, float sum, const Cache &c,
                                  const FlashOutput &to) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
         size_t at = ((size_t)(to.t + row) * c.n_heads + to.h) * c.head_dim + begin;
 #pragma unroll
         for (int i = 0; i < D / 16; i++, at += 16) {
-            __syncwarp(); // all lanes have read the scratch memory
+            __syncwarp(); // all lanes have read the previous 16 columns
             nvcuda::wmma::store_matrix_sync(scratch, sums[i], SCORE_PITCH,
                                             nvcuda::wmma::mem_row_major);
             __syncwarp();
