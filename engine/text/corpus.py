@@ -2,10 +2,11 @@
 Where the documents of a source are, and how worker processes read them, one part each.
 
 A row (file, start, end, flags) of int64 is the bytes from start to end of a file: a document, or a
-segment of a long one. Segments end at a single space between two words. No piece of a Llama-style
-vocabulary has a space after a letter, so the tokens are those of the whole text. A text without
-such a space for SEGMENT bytes is cut after a line, or between two characters at the end of a block;
-then the tokens around the cut may differ, but not the text.
+segment of a long one. A segment ends before a single space between two words, and the next one
+begins with that space. No token of a Llama-style vocabulary has a space after a letter, so the
+segments give the same tokens as the whole text. A block, as read by blocks(), without such a space
+is cut after lines, or, if it has none, at its end, between two characters; then the tokens around
+the cut may differ, but not the text.
 """
 import array
 import collections
@@ -32,8 +33,8 @@ STRETCH = 1 << 18  # bytes of adjacent text that are kept together if only a par
 SEED = 1337        # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"  # alone on a line of a .txt file, separates documents
 BOM = b"\xef\xbb\xbf"
-# A single space between words. U+2581 (E2 96 81) would become a second space, so the pattern has
-# neither its last byte before the space nor its first byte after it.
+# A single space between words. Llama-style vocabularies encode U+2581 (E2 96 81) like a space, so
+# it must not be beside this one: the byte before the space is not 81, the byte after it is not E2.
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")
 # Flags of a row.
 VAL = 1    # in the validation split
@@ -46,8 +47,8 @@ STRIP = 8  # white space around the document is removed
 class Corpus:
     """
     The documents of files. files: paths of .txt and .jsonl files in UTF-8, which rows index;
-    skipped: paths of files that could not be read; whole_bytes: bytes of all text to train on, if
-    only a part of it is prepared, else 0.
+    skipped: paths of files that could not be read; whole_bytes: 0, or, if only a part of the
+    training text is prepared, the bytes of all of it.
     """
     rows: np.ndarray
     files: list
@@ -153,8 +154,8 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
         return story_corpus(source.stories, val_fraction)
     documents, cuts, files, skipped = read_files(source, options, copies)
     if VALIDATION in DOWNLOADS.get(source.text, ()):  # a download with its own validation file
-        number = [*DOWNLOADS[source.text]].index(VALIDATION)
-        documents[documents[:, 0] == number, 3] |= VAL
+        file = [*DOWNLOADS[source.text]].index(VALIDATION)  # source.files has the same order
+        documents[documents[:, 0] == file, 3] |= VAL
     else:
         documents = hold_out(documents, files, source.text, val_fraction, max_val_bytes)
     corpus = Corpus(segments(documents, cuts), files, options.column, skipped)
@@ -197,11 +198,12 @@ def read_files(source, options, copies):
             found = np.empty((0, 3), np.int64), []
             try:
                 copy = copies / str(number)
-                here, found, words = readers.readable(path, copy, options.column, look)
+                here, found, done = readers.readable(path, copy, options.column, look)
                 files[number] = os.path.abspath(here)
-                conversions[words].append(path)
+                conversions[done].append(path)
             except Unfit as e:
-                bad[str(path)] = str(e) if len(files) == 1 else e.reason  # without advice
+                # str(e) is the reason and the advice; a list of several files has only reasons.
+                bad[str(path)] = str(e) if len(files) == 1 else e.reason
             except (PermissionError, NotRegular) as e:
                 bad[str(path)] = e.strerror
             documents.append(np.insert(found[0], 0, number, axis=1))
@@ -220,13 +222,14 @@ def report(source, bad, conversions, skip_bad):
     one is and skip_bad is False. bad: {path: reason}; conversions: {what was done, in words:
     paths}, with the key "" for files that are read as they are.
     """
-    count, words = len(source.files), listed(f"{path}: {reason}" for path, reason in bad.items())
+    count = len(source.files)
+    problems = listed(f"{path}: {reason}" for path, reason in bad.items())
     if count > 1:
-        words = f"{len(bad)} of {count} files can't be read: {words}"
+        problems = f"{len(bad)} of {count} files can't be read: {problems}"
     if len(bad) == count:
-        raise Unfit(words if count == 1 else f"{source.text}: {words}")
+        raise Unfit(problems if count == 1 else f"{source.text}: {problems}")
     if bad and not skip_bad:
-        raise Unfit(f"{source.text}: {words}", "train.py --checks=-files or data.py "
+        raise Unfit(f"{source.text}: {problems}", "train.py --checks=-files or data.py "
                     "--skip_bad=True leaves such files out")
     for done, files in conversions.items():
         if done and count == 1:
@@ -234,14 +237,15 @@ def report(source, bad, conversions, skip_bad):
         elif done:
             print(f"{source.text}: {len(files)} of {count} files {done}: {listed(files)}")
     if bad:
-        print(f"left out of {source.text}: {words}")
+        print(f"left out of {source.text}: {problems}")
 
 
 def scan(path, column, update=lambda size: None):
     """
     Return (documents, cuts) of a .txt or .jsonl file: (n, 3) int64 of start, end and flags; (m,)
-    int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8, and
-    Unfit for a line of .jsonl without a text. update: called with the size of each block.
+    int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8,
+    on which readers.readable converts the file, and Unfit for a line of .jsonl without a text.
+    update: called with the size of each block.
     """
     found, cuts = array.array("q"), array.array("q")
     if path.endswith(".jsonl"):
@@ -254,7 +258,7 @@ def scan(path, column, update=lambda size: None):
 def scan_lines(path, column, update, found):
     """Append the start, end and flags of each line of a .jsonl file to `found`."""
     number = 0
-    for offset, block in blocks(path, True, update):
+    for offset, block in blocks(path, True, update):  # True: each block has whole lines only
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
         ends = np.union1d(ends, len(block))  # the last line may lack its "\n"
         starts = np.append(0, ends[:-1])
@@ -270,6 +274,7 @@ def scan_lines(path, column, update, found):
 def scan_text(path, update, found, cuts):
     """Append the documents of a .txt file to `found`, and to `cuts` where they may be cut."""
     begin, has_text, before = 0, False, b"\n"  # before: the byte before the block
+    # False: a line longer than a block is cut. All others are whole, so no separator line is cut.
     for offset, block in blocks(path, False, update):
         has_text = has_text or bool(block.removeprefix(BOM).strip())
         if block.startswith(BOM) and not offset:
@@ -297,10 +302,11 @@ def scan_text(path, update, found, cuts):
 
 def hold_out(documents, files, name, fraction, max_bytes):
     """
-    Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, at most max_bytes:
-    on whole documents, drawn at random, or, if these are too few or too long, on the end of the
-    text. The document in which that end begins is split in two, except in .jsonl. name: of the
-    source, for messages.
+    Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, at most max_bytes.
+
+    Whole documents are drawn at random. If they hold less than half of the wanted bytes, the last
+    bytes of the text validate instead, and the document in which those begin is split in two; in
+    .jsonl, all of it validates, even beyond max_bytes. name: of the source, for messages.
     """
     sizes = documents[:, 2] - documents[:, 1]
     total = sizes.sum()
@@ -364,11 +370,12 @@ def spread(rows, max_bytes):
     sizes = np.where(is_val, 0, rows[:, 2] - rows[:, 1])
     stretch = (np.cumsum(sizes) - sizes) // STRETCH  # of each row
     count = max(1, int(sizes.sum() // STRETCH))
-    chosen = np.zeros(count + 1, bool)  # the last one is shorter, and never chosen
+    chosen = np.zeros(count + 1, bool)  # the last is the remainder, shorter and never chosen
     chosen[np.linspace(0, count - 1, max(1, round(max_bytes / STRETCH))).astype(int)] = True
     keep = chosen[stretch] | is_val
+    # For each row: is the one before it kept? The one after it?
     keeps_previous, keeps_next = np.append(True, keep[:-1]), np.append(keep[1:], True)
     for flag, keeps_neighbour in (FIRST, keeps_previous), (LAST, keeps_next):
-        inside = ~keeps_neighbour & (rows[:, 3] & flag == 0)
-        rows[inside, 3] |= flag | STRIP
+        is_cut = ~keeps_neighbour & (rows[:, 3] & flag == 0)  # a document is cut there
+        rows[is_cut, 3] |= flag | STRIP
     return rows[keep]
