@@ -30,8 +30,8 @@ from engine.streams import one_line, pad, width
 from engine.untrusted import open_untrusted, read_json, reason
 from track import parse_row, read_wandb
 
-runs = "out"       # folders of runs, separated by commas; or give them as words
-sort = "loss/val"  # setting or metric to sort the table by; loss/val is each run's best one
+runs = "out"       # folders of runs, separated by commas; or without --runs=, separated by spaces
+sort = "loss/val"  # setting or metric to sort the table by; loss/val takes each run's smallest
 plot = ""          # .html or .svg file to draw the curves to
 group = ""         # a setting: draw the mean, min and max of the runs that have the same value
 
@@ -49,7 +49,7 @@ PAGE = Path(__file__).with_name("page") / "saved.html"  # template of --plot=run
 # Limits, because anyone may have written a log.
 MAX_METRICS = 1000    # of a run
 MAX_LINE = 1 << 23    # bytes of a line of a log; longer ones are skipped
-MAX_FILLED = 1 << 26  # NaNs of a run: a column has one for each row without its metric
+MAX_FILLED = 1 << 26  # NaNs of a run, which fill the gaps before and between a metric's values
 MAX_NAME = 200        # characters of a metric's name
 MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items, characters, nesting
 MAX_SETTINGS = 100    # columns of settings; those that most runs have are kept
@@ -79,16 +79,18 @@ def tame(value, depth=MAX_DEPTH):
 
 class Run:
     """
-    A run, as far as its log has been read: its numbers in columns, and where its tables are.
+    A run, as far as its log has been read. Its numbers are kept in columns. Its tables, the
+    values that are lists, stay in the log: only the positions of their lines are kept.
 
-    config: {setting: value}, under the names of this version.
+    config: {setting: value}; names from earlier versions of the program are replaced by today's.
     count: number of rows.
-    columns: {metric: array of its values, NaN in rows without it}; rows after its last are missing.
-    tables: [(offset, size in bytes)] of the log's lines that hold tables.
+    columns: {metric: array with a number for each row up to the last one that has the metric, NaN
+        for a row without it}.
+    tables: [(offset, size in bytes)] of the log's lines that contain tables.
     metrics: {name: last value}.
     evaluations: [{"iter" or loss: value}], one for each evaluation.
     problem: what could not be read, in words; "" if all was.
-    version: number that changes when earlier rows or settings do.
+    version: number that increases when settings change or the log has been rewritten.
     """
 
     def __init__(self, folder, name=""):
@@ -122,7 +124,7 @@ class Run:
                 f.seek(0)
             data = f.read(self.chunk)
         whole = data.rfind(b"\n") + 1  # bytes of whole lines; the rest is read again later
-        if not whole and len(data) >= MAX_LINE:  # consume the part of the line, without a row
+        if not whole and len(data) >= MAX_LINE:  # the line is too long: skip this part of it
             whole, self.in_long_line = len(data), True
             self.problem = f"log.jsonl: lines of more than {MAX_LINE:,} bytes are left out"
         for line in data[:whole].splitlines(keepends=True):
@@ -133,7 +135,8 @@ class Run:
             self.offset += len(line)
         self.tail = (self.tail + data[:whole])[-TAIL:]
         if len(data) == self.chunk:
-            self.chunk = CHUNK if whole else 2 * self.chunk  # the line is longer than a chunk
+            # If no line ends in this chunk, the next call reads twice as much from its beginning.
+            self.chunk = CHUNK if whole else 2 * self.chunk
             return True
         self.stamp = now
         return False
@@ -184,7 +187,8 @@ class Run:
                     column.extend(array(column.typecode, [math.nan]) * missing)
                 column.append(value if -1e300 < value < 1e300 else math.nan)
         self.count += 1
-        if "loss/val" in row and "loss/val" in metrics:  # the loop may have skipped it
+        # The loop above leaves out a loss/val that is a list, a dict or beyond MAX_METRICS.
+        if "loss/val" in row and "loss/val" in metrics:
             self.evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
         return has_tables
 
@@ -362,8 +366,8 @@ def table_of(found, sort="loss/val"):
     to sort by. Raises ValueError if no run has it.
     """
     settings, results = differences(found), [run.results() for run in found]
-    values = [run.config | {"run": run.name} | end for run, end in zip(found, results)]
-    metrics = [name for name in RESULTS if any(name in end for end in results)]
+    values = [run.config | {"run": run.name} | result for run, result in zip(found, results)]
+    metrics = [name for name in RESULTS if any(name in result for result in results)]
     if not any(sort in row for row in values):
         raise ValueError(f"--sort={sort}: no such setting or metric; expected one of "
                          f"{', '.join([*settings, *metrics])}")
@@ -410,7 +414,10 @@ def log_ticks(low, high):
 
 
 def thin(x, y, buckets=300):
-    """Return at most two points of a line for each bucket of neighbors: its min and its max."""
+    """
+    Return fewer points of a long line: the min and the max of each bucket of neighbors, and the
+    line's first and last point.
+    """
     if len(y) <= 2 * buckets:
         return x, y
     size = math.ceil(len(y) / buckets)
@@ -424,9 +431,9 @@ def thin(x, y, buckets=300):
 
 def band(lines, points=200):
     """
-    Return (x, mean, min, max) of several lines [(x, y)]: four arrays. Lines that end before half of
-    the longest are left out, and x covers the range that all others share, since a mean would jump
-    where one of its lines ends.
+    Return (x, mean, min, max) of several lines [(x, y)]: four arrays. x covers only the range that
+    all lines share, since the mean would jump where one of them begins or ends. To keep this range
+    long, lines that end before half of the longest are left out.
     """
     lines = [line for line in lines if len(line[0])]
     end = max((x[-1] for x, _ in lines), default=0)
@@ -443,7 +450,7 @@ def panel(curves, left, label, low, high):
     high, is logarithmic, because runs differ at the end, where losses are small.
 
     curves: [(color, training, validation)], each (x, y) or a band's (x, mean, min, max). Training
-    is drawn thin, validation with dots.
+    is drawn pale, validation thicker, and with dots if it has no band.
     """
     width, height = 400, 300
     ends = [line[0].max(initial=0) for curve in curves for line in curve[1:]]
@@ -476,7 +483,8 @@ def panel(curves, left, label, low, high):
                 parts.append(f'<polygon points="{around}" fill="{color}" opacity="0.15"/>')
             parts.append(f'<polyline points="{points(x, y)}" fill="none" stroke="{color}" '
                          f'{style}/>')
-        if not edges:  # (x, y) is the validation's line, without a band
+        # x, y and edges are still those of validation, the last of both.
+        if not edges:
             parts += [f'<circle cx="{pixel_x(a)}" cy="{pixel_y(b)}" r="2.5" fill="{color}"/>'
                       for a, b in zip(x, y)]
     return "".join(parts)
