@@ -31,10 +31,10 @@ from engine.streams import flush_stdout, one_line, open_streams, reader_exited
 from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
-STARTED = time.monotonic()  # the time budget of a run includes the imports after this one
+STARTED = time.monotonic()  # a run's time budget counts from here, so it includes importing torch
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
-# (min, max, words) of the absolute value of a knob, unless it is 0. JSON holds such integers
-# exactly.
+# {type: (min, max, words for a message)} of a knob's absolute value; 0 is always allowed. JSON
+# holds integers below 2^53 exactly.
 RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),
           float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -138,9 +138,9 @@ class Config:
     The settings of a command, frozen: config.name reads one, config.changed(name=value) returns
     another Config.
 
-    defaults: {name: value} of the source, whose types are the settings' types. given: the settings
-    that the command line or a file of overrides set, as {name: the value that the last of them
-    replaced}.
+    defaults: {name: value} of the source, whose types are the settings' types. given: {name: the
+    value just before its last override} of the settings that the command line or a file of
+    overrides set.
     """
 
     def __init__(self, values, defaults, given):
@@ -221,9 +221,10 @@ def run_config(text, path, known):
     Run a .py file of overrides as nanoGPT does, and return {knob: value} of those that it sets.
 
     The file may read the knobs in `known`, {knob: value}, import, define functions, and use names
-    of its own. It is not run if it sets a name that it never reads, or that resembles a knob (see
-    misspelled) or is another program's word for one (see translate): such names are returned as
-    {name: None}. Raises ValueError if it sets no knob: it may be a program.
+    of its own. Such a name is odd if the file never reads it, if it resembles a knob (see
+    misspelled), or if it is another program's word for one (see translate). A file with odd names
+    is not run: only these names are returned, as {name: None}, and the caller reports them as
+    unknown keys. Raises ValueError if the file sets no knob: it may be a program.
     """
     nodes = list(ast.walk(ast.parse(text, path)))
     symbols = symtable.symtable(text, path, "exec").get_symbols()
@@ -284,8 +285,8 @@ def read_file(path, known=None, hint=""):
     Return {key: value} of a .py, .yaml or .json file of overrides. Ends the program if it can't be
     read.
 
-    known: {knob: value} for a .py file; None: return every name that it sets; hint: what else the
-    file may be, for the error message.
+    known: {knob: value} of the knobs that a .py file may set; if it is None, every name that the
+    file sets is returned. hint: what else the file may be, for the error message.
     """
     try:
         text = read_untrusted(path, MAX_SETTINGS).decode()
@@ -363,8 +364,10 @@ class Overrides:
 
     def set(self, key, value, where, word=None):
         """
-        Override one knob. where: the option or file it comes from; word: the option as written.
-        Ends the program if the key is unknown or the value is of another type.
+        Override one knob. Ends the program if the key is unknown or the value is of another type.
+
+        where: the option, word or file that sets the knob, for messages. word: the option or word
+        as typed; None if a file sets the knob.
         """
         if key not in self.defaults:
             text = f"{short(where)}: unknown key {short(repr(key))}; "
@@ -395,7 +398,8 @@ class Overrides:
         elif is_file:
             for key, value in read_file(word, settings(self.g), self.hint(word)).items():
                 self.set(key, value, word)
-        elif not self.typed.get(positional, "--").startswith("--"):  # an earlier word set it
+        elif not self.typed.get(positional, "--").startswith("--"):
+            # It was typed before, as a word: the text of an option would begin with --.
             fail(f"{self.typed[positional]} and {word}: expected one {positional}")
         else:
             self.set(positional, word, word, word)
