@@ -146,7 +146,9 @@ static double stretch_of(const Rope *r, int head_dim, int i) {
     double pi = acos(-1), slope = head_dim / (2 * log(r->theta));
     double log_turns = log(r->context / (2 * pi)); // of pair 0
     double first = fmax(0, floor(slope * (log_turns - log(32))));
+    // the bound is that of YaRN's own code, though the last pair is head_dim / 2 - 1
     double last = fmin(head_dim - 1, ceil(slope * log_turns));
+    // without YaRN, context is 0, and the numbers above are not used
     return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
 }
 
@@ -262,6 +264,7 @@ static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
     double theta, factor, scale;
     int context;
     TRY(llamac_get_number(values, ROPE_BASE, 10000, &theta, e));
+    // SCALE_LINEAR is an older key for SCALING_FACTOR; if a file has both, they must agree
     TRY(llamac_get_number(values, SCALE_LINEAR, 1, &scale, e));
     TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
     CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g",
@@ -300,6 +303,7 @@ static bool gguf_heads(const Value *values, Config *c, Error *e) {
 static bool gguf_config(const Value *values, Config *c, Error *e) {
     double eps;
     int version;
+    // NAN: the key is required
     TRY(llamac_get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len, e));
     TRY(llamac_get_int(values, EMBEDDING_LENGTH, NAN, &c->dim, e));
     TRY(llamac_get_int(values, BLOCK_COUNT, NAN, &c->n_layers, e));
@@ -311,8 +315,8 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
                        e));
     TRY(llamac_get_number(values, NORM_EPS, NAN, &eps, e));
     c->norm_eps = (float)eps;
-    // the converter for llama reorders the rows of each query and key head, so that RoPE's pairs
-    // (i, i + head_dim / 2) become neighbours
+    // RoPE's pairs are (i, i + head_dim / 2), except in llama files: their converter reorders the
+    // rows of each query and key head so that pairs are neighbours
     c->rope_halves = llamac_architecture(values) != LLAMA;
     TRY(gguf_heads(values, c, e));
     TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &c->window, e));
@@ -429,12 +433,12 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
 
 static bool gguf_tensors(Reader *r, Model *m, int architecture, uint64_t count, uint32_t alignment,
                          Error *e) {
-    Reader list = *r;
+    Reader after_list = *r; // check_list moves it past the list; take_tensor reads the list with r
     uint64_t end = 0;
-    TRY(check_list(&list, &m->config, architecture, count, e));
-    size_t start = (list.at + alignment - 1) / alignment * alignment;
+    TRY(check_list(&after_list, &m->config, architecture, count, e));
+    size_t start = (after_list.at + alignment - 1) / alignment * alignment;
     CHECK(start <= r->size, "the file ends before its data");
-    m->list = r->bytes + r->at, m->list_size = list.at - r->at;
+    m->list = r->bytes + r->at, m->list_size = after_list.at - r->at;
     m->data = r->bytes + start, m->data_size = r->size - start;
     TRY(take_layers(m, e));
     for (uint64_t i = 0; i < count; i++) TRY(take_tensor(r, m, alignment, &end, e));
@@ -540,10 +544,10 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
     for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
 }
 
-// Returns whether the checksum of the list of tensors matches. Programs that rewrite the tensors,
-// as in another type, copy metadata that they do not know. So if the checksum of the list does not
-// match, that of the weights is stale too.
-static bool has_own_list(const Model *m) {
+// Returns whether the file has a checksum of the list of tensors that matches the list. A program
+// that rewrites the tensors, as in another type, copies metadata that it does not know, such as the
+// checksums. So if the list does not match, the checksum of the weights is stale too.
+static bool list_is_unchanged(const Model *m) {
     char found[65];
     if (m->list_sha256) sha256(m->list, m->list_size, found);
     return m->list_sha256 && !memcmp(found, m->list_sha256, 64);
@@ -552,7 +556,7 @@ static bool has_own_list(const Model *m) {
 static bool verify(const Model *m, Error *e) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
-    CHECK(!m->list_sha256 || has_own_list(m),
+    CHECK(!m->list_sha256 || list_is_unchanged(m),
           "its checksum is another file's: a program that rewrote the tensors, such as "
           "llama-quantize, copied it, so the weights cannot be verified");
     sha256(m->data, m->data_size, found);
@@ -563,7 +567,7 @@ static bool verify(const Model *m, Error *e) {
 
 bool llamac_verify(const llamac_model *m, Error *e) {
     CHECK(m, no_model);
-    return verify(&m->transformer, e) || llamac_name_file(m->path, e);
+    return verify(&m->transformer, e) || llamac_name_file(m->path, e); // the latter returns false
 }
 
 // ----------------------------------------------------------------------------
@@ -589,10 +593,11 @@ static bool is_never_zero(int tensor) {
 }
 
 // Refuses a model with zeros in place of weights. A sample of zeros is not proof, since a model may
-// have rows of zeros: then the checksum of all weights decides. Otherwise, no tensor that must have
-// other numbers may be all zeros.
+// have rows of zeros: if the file has a checksum of its weights that is not stale, that checksum
+// alone decides. Without such a sample or such a checksum, no tensor that must have other numbers
+// may be all zeros.
 static bool refuse_zeros(const Model *m, Error *e) {
-    if (m->sha256 && has_own_list(m) && has_zeros(m)) return verify(m, e);
+    if (m->sha256 && list_is_unchanged(m) && has_zeros(m)) return verify(m, e);
     for (int i = 0; i < N_TENSORS; i++) {
         if (!is_never_zero(i)) continue;
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
@@ -688,7 +693,8 @@ llamac_info llamac_describe(const llamac_model *m) {
 
 uint64_t llamac_weight_bytes(const Model *m, const uint8_t **first) {
     uint64_t n = 0;
-    // without the embedding, of which a token reads one row; a tied one counts as the classifier
+    // The embedding is left out, since a token reads only one row of it. If it is also the
+    // classifier (tied), it is counted as `output`.
     *first = m->weights.output.data;
     for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
