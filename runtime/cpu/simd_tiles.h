@@ -13,8 +13,9 @@ INLINE void transpose_4x4(uint8_t *out, size_t out_stride, const uint8_t *rows, 
     STORE_QUAD(out + 3 * out_stride, XOR_QUAD(HIGH_32(ac2, bd2), flip));
 }
 
-// Reads one cache line (16 words) of four rows at a time. If `stride` is a power of two, the lines
-// of more rows may fall into the same set of the first-level cache and evict each other.
+// out (n, rows) = in (rows, n) of words of 4 bytes. Reads one cache line (16 words) of only four
+// rows at a time: if `stride` is a power of two, the lines of more rows may fall into the same set
+// of the first-level cache and evict each other.
 TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
     int i = 0, end; // words i..end-1 of each row
     for (; rows % 4 == 0 && i + 4 <= n; i = end) {
@@ -29,17 +30,17 @@ TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int
     if (i < n) llamac_reference.transpose(rest, in + 4 * i, stride, rows, n - i);
 }
 
-// Packs F32 or BF16, whose units are words: a number, or a pair of numbers.
+// Packs F32 or BF16. A unit is one word of a row: one column of F32, or two columns of BF16.
 TARGET static void pack_words(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
     transpose(tiles, rows, stride, TILE, units);
 }
 
-// Reorders the fifth bits of 32 columns: bit i of byte k becomes that of column 4i + k. Then a
+// Reorders the fifth bits of 32 columns: that of column 4i + k moves to bit i of byte k. Then a
 // product gets the fifth bits of four columns, one in each byte, with one shift and one mask.
 ALWAYS uint32_t order_bits(uint32_t bits) {
     uint32_t ordered = 0;
-    // the factor has copies of the 4 bits at bits 0, 7, 14 and 21, so copy k has its bit k at bit
-    // 8k
+    // the multiplication makes four copies of the 4 bits, at bits 0, 7, 14 and 21, so bit k of
+    // copy k is at bit 7k + k = 8k
     for (int i = 0; i < 8; i++) ordered |= ((bits >> 4 * i & 15) * 0x00204081 & 0x01010101) << i;
     return ordered;
 }
@@ -55,6 +56,7 @@ INLINE void order_fifth_bits(uint8_t *words) {
 // Packs quantised blocks; see the layout of tiles in kernels.h.
 INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t stride,
                         int n_blocks) {
+    // halves, n: the half-precision numbers and the words of a block
     const int size = block_size(type).bytes, halves = halves_of(type), n = words_of(type);
     Quad flip = SET_QUAD(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0); // signed q to q + 128
     for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
@@ -68,7 +70,7 @@ INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t s
                 const uint8_t *from = rows + r * stride + words_at(type) + 4 * first;
                 transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, from, stride, flip);
             }
-        if (has_fifth_bits(type)) order_fifth_bits(words);
+        if (has_fifth_bits(type)) order_fifth_bits(words); // word 0 of each block
     }
 }
 
@@ -84,8 +86,8 @@ INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const fl
     }
 }
 
-// Loads two columns of weights, of one or two rows of tiles, which are `next` bytes apart. If `two`
-// is false, only the first column of F32 exists, and w[1] must not be used.
+// Loads two columns of weights from one row of tiles, or from two that are `next` bytes apart. If
+// `two` is false, the first is the last column of the matrix, and w[1] must not be used.
 INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next,
                          const int tile_rows, const bool two) {
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
@@ -121,6 +123,8 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
             add_column(sums[i + 1], w[1], x + (i + 1) * T, T, tile_rows);
         }
     for (; c + 2 <= cols; c += 2, x += 2 * T) {
+        // the output and the weights of the next rows; with 1 or 2 tokens, memory is read as one
+        // stream instead
         if (T > 2) prefetch(&ahead, c / 2);
         load_columns(type, w, tiles + c * column, next, tile_rows, true);
         add_column(sums[0], w[0], x, T, tile_rows);
@@ -133,15 +137,19 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) {
         Floats sum = chains > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
         if (chains == 4) sum = ADD(sum, ADD(sums[2][v][t], sums[3][v][t]));
+        // if T > 1, y is (T, 2 * TILE): see TileProduct
         STORE(p->y + t * 2 * TILE + v * LANES, sum);
     }
 }
 
-// Multiplies all rows of tiles. With few tokens, it computes one row of tiles after the other,
-// because memory is read fastest as one stream. With many tokens, it computes two rows at once,
-// which share the loaded activations. Each call passes T as a constant.
+// Multiplies all rows of tiles: any number if T is 1, otherwise one or two. With few tokens, it
+// computes one row of tiles after the other, because memory is read fastest as one stream. With
+// many tokens, it computes two rows at once, which share the loaded activations. Each call passes T
+// as a constant.
 INLINE void product_of_floats(Type type, TileProduct p) {
-    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 }; // bounded so that unused calls still compile
+    // If TOKENS is 8 or less, the calls with EIGHT are never made, but must compile: float_tiles
+    // has room for the sums of TOKENS.
+    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
     // bytes of a row of tiles
     const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE;
     for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {

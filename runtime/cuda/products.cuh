@@ -64,7 +64,8 @@ enum {
 };
 
 // Returns the index in shared memory of element i of x. After every 32 floats, 4 are unused:
-// neighbouring lanes read float4 that are N floats apart, which would conflict in few banks.
+// neighbouring lanes read float4 that are N floats apart, which without these gaps would fall in
+// the same few banks.
 static __host__ __device__ unsigned padded(unsigned i) { return i + i / 32 * 4; }
 
 // Adds to sum[r] the product of row r's unit and xs (N,), for each of the rows.
@@ -88,12 +89,13 @@ static __device__ void multiply_units(const typename Format<type>::Unit units[WA
     }
 }
 
-// A lane's part of its warp's rows: UNROLL units of each row, 32 apart, from unit number `unit`.
+// A lane's part of its warp's rows: the UNROLL units `unit`, `unit` + 32, ... of each row. Each
+// lane has a different `unit`.
 template <Type type> struct UnitBatch {
     typename Format<type>::Unit units[UNROLL][WARP_ROWS];
 
-    // Loads from the rows at `at`. A row beyond the last repeats it, and its sum is not stored.
-    // Units beyond the columns are left as they are.
+    // Loads from the rows at `at`. In place of a row beyond the end of the matrix, it loads the
+    // last row; matvec does not store that sum. Units beyond the columns are left as they are.
     __device__ void load(const Products &products, RowGroup at, int cols, int unit) {
         const int N = Format<type>::N;
         if (at.product == products.n) return;
@@ -123,7 +125,7 @@ template <Type type> struct UnitBatch {
 template <Type type>
 static __global__ void __launch_bounds__(32 * WARPS)
     matvec(const __grid_constant__ Products products, const float *x, int cols) {
-    LAUNCH_SHARED(xs);
+    LAUNCH_SHARED(xs); // declares float *xs, the dynamic shared memory
     const int step = 32 * UNROLL;
     int lane = threadIdx.x % 32, group = blockIdx.x * WARPS + threadIdx.x / 32, unit = lane;
     RowGroup at = find_rows(products, group, WARP_ROWS);
@@ -133,7 +135,7 @@ static __global__ void __launch_bounds__(32 * WARPS)
     __syncthreads();
     float sum[WARP_ROWS] = {0};
     while (at.product < products.n) {
-        // The rows have no next batch. The condition is the same for all lanes of the warp.
+        // Whether this batch is the last of its rows: the same for all lanes of the warp.
         bool row_ends = (unit - lane + step) * Format<type>::N >= cols;
         int next_unit = row_ends ? lane : unit + step;
         RowGroup next_at = at;
@@ -168,7 +170,8 @@ static __global__ void __launch_bounds__(256)
     matmul_tiles(const __grid_constant__ Products products, const float *x, int cols, int T) {
     typedef Format<F32> F;
     const int N = F::N, K = 32;
-    // Both tiles are transposed. The last 4 floats of a row are unused.
+    // K columns of the tile's rows of w, and of its tokens of x, as [column][row or token]. The
+    // last 4 floats of each column are unused.
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
     RowGroup at = find_rows(products, blockIdx.x, TILE);
     const Product &p = products.list[at.product];
