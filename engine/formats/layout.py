@@ -222,7 +222,7 @@ TYPES = {
                  lambda raw: (raw.view("<u2").astype("u4") << 16).view("f4")),
     "q8_0": block_type(8, quant.Q8_0, 127 * HALF, quant.to_q8_0, quant.from_q8_0),
     "q4_0": block_type(2, quant.Q4_0, 8 * HALF, quant.to_symmetric, quant.from_32, 8),
-    "q4_1": block_type(3, quant.Q4_1, 7 * HALF, quant.to_affine, quant.from_32, 15),
+    "q4_1": block_type(3, quant.Q4_1, HALF, quant.to_affine, quant.from_32, 15),
     "q5_0": block_type(6, quant.Q5_0, 16 * HALF, quant.to_symmetric, quant.from_32, 16),
     "q5_1": block_type(7, quant.Q5_1, HALF, quant.to_affine, quant.from_32, 31),
     "q4_k": block_type(12, quant.Q4_K, 63 * HALF, quant.to_k, quant.from_k, 15),
