@@ -24,8 +24,8 @@ from engine.untrusted import open_untrusted
 GRAM = 13             # min tokens of an n-gram
 GRAM_BYTES = 64       # min bytes of text that an n-gram covers on average
 PASSAGE = 256         # tokens of a passage of validation text
-COPIED = 0.8          # share of its n-grams found in the training text that makes a copy
-MAX_COPIED = 0.1      # max share of copied passages; 0.05 in source code, 0 in prose and stories
+COPIED = 0.8          # passages with a larger share of n-grams in the training text are copies
+MAX_COPIED = 0.1      # max share of copied passages; measured: up to 0.06 (doc/lab/instruments.md)
 VAL_TOKENS, TRAIN_TOKENS = 1 << 17, 1 << 23  # max tokens read of each split
 CHUNK = 1 << 18       # training tokens hashed at a time
 BUCKETS = 1 << 22     # size of the table that rejects most n-grams before the binary search
@@ -125,8 +125,9 @@ def decoded(ctx, tokens):
 def vocabulary(ctx):
     """
     Find a wrong vocabulary: tokens on disk that it lacks, a first document on disk that is not in
-    the source, or text that changes when it is encoded and decoded. If the source is unknown, or
-    its first document is in the validation split, encode the decoded document again instead.
+    the source, or text that changes when it is encoded and decoded. If the source can't be read, or
+    its first document is in the validation split, the decoded first document takes the source's
+    place, and encoding it must return the tokens on disk.
     """
     tokenizer, size = ctx.dataset.tokenizer, ctx.args.vocab_size
     if tokenizer.vocab_size != size:
@@ -173,7 +174,7 @@ def is_held_out(dataset, source):
 
 
 def source_text(config):
-    """Return the beginning of the source's text, None unless it is plain text on this machine."""
+    """Return the beginning of the source's text; None unless it is local, plain UTF-8 text."""
     if config.data.split(":")[0] == "stories":
         return stories.write(SEED, 0)[0]
     source = Path(config.data)
@@ -192,20 +193,21 @@ def source_text(config):
             found += f.read(HEAD_BYTES)
         if len(found) >= HEAD_BYTES:
             break
-    if b"\0" in found:  # UTF-16: the data are in UTF-8
+    if b"\0" in found:  # probably UTF-16, which is not decoded here
         return None
     is_cut = len(found) >= HEAD_BYTES  # maybe within a character
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         return without_separators(decoder.decode(found[:HEAD_BYTES], final=not is_cut), is_cut)
-    except UnicodeDecodeError:  # another encoding: the data are in UTF-8
+    except UnicodeDecodeError:  # not UTF-8
         return None
 
 
 def without_separators(text, is_cut):
     """
-    Return the documents of a text, stripped and joined; lines that hold only SEPARATOR part them.
-    is_cut: the text may end within a separator.
+    Split a text at the lines that hold only SEPARATOR and return its documents, stripped and
+    joined. Return a text without such lines unstripped. is_cut: the text may end within a
+    separator; remove the beginning of one from its end.
     """
     separator = SEPARATOR.decode()
     documents = re.split(rf"(?<![^\r\n]){re.escape(separator)}(?![^\r\n])", text)
@@ -242,7 +244,7 @@ def changed_bytes(a, b):
 def leak(ctx):
     """Find validation text in the training text: passages that share nearly all their n-grams."""
     copied, total, read = copied_passages(ctx.dataset)
-    # Only the copies of the part `read` can be found.
+    # Copies are found only in the share `read` of the training text: lower the limit likewise.
     if total and copied > max(1, MAX_COPIED * total * read):
         part = "" if read == 1 else f" ({read:.0%} of that text was read)"
         raise Suspicion(f"{copied} of {total} passages of validation text are in the training "
@@ -253,7 +255,7 @@ def leak(ctx):
 def copied_passages(dataset):
     """
     Return the number of passages of validation text that the training text has, the number of all
-    passages, and the part of the training text that was read.
+    passages, and the share of the training text that was read.
     """
     bos_id, meta = dataset.tokenizer.bos_id, dataset.meta
     n = max(GRAM, math.ceil(GRAM_BYTES * meta["val_tokens"] / max(1, meta["val_bytes"])))
@@ -272,9 +274,9 @@ def copied_passages(dataset):
         theirs = theirs[candidates[theirs % BUCKETS]]
         at = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
         found[at[known[at] == theirs]] = True
-    hits, total = np.bincount(passage, found[index]), np.bincount(passage)
-    is_long = total >= n
-    copied = (hits > COPIED * total) & is_long
+    hits, grams_in_passage = np.bincount(passage, found[index]), np.bincount(passage)
+    is_long = grams_in_passage >= n  # shorter passages are not counted
+    copied = (hits > COPIED * grams_in_passage) & is_long
     return int(copied.sum()), int(is_long.sum()), min(1.0, TRAIN_TOKENS / len(dataset.train))
 
 

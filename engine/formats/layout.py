@@ -53,11 +53,14 @@ LLAMA2C_HEADER = 256  # bytes
 
 # Our own keys in the metadata of a GGUF file
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of the file
-# sha256 of the list of tensors (names, shapes, types, offsets). A program that rewrites the tensors
-# copies keys that it does not know: if this checksum does not match, CHECKSUM is stale too.
+# sha256 of the list of tensors (names, shapes, types, offsets). Another program that converts the
+# tensors copies our keys unchanged, though neither checksum fits its file. The reader therefore
+# ignores CHECKSUM if LIST_CHECKSUM does not match.
 LIST_CHECKSUM = "llamac.tensor_list.sha256"
 ITER = "llamac.iter"  # training step of the model
-# tokenizer.ggml.model of a vocabulary that llama.cpp cannot use; see export.gguf_tokenizer_model
+
+# A value of the key tokenizer.ggml.model: it makes llama.cpp refuse a file whose vocabulary lacks
+# the byte pieces that llama.cpp needs; see export.gguf_tokenizer_model
 NO_BYTES = "llama-without-bytes"
 
 # GGUF's keys for the ids that end an answer besides EOS, for padding, and for the chat template
@@ -131,8 +134,8 @@ def unnamed_parameters(names, args):
 def refuse_other_tensors(state, args):
     """
     Exit with a message unless a state_dict {name: tensor} has exactly the tensors of a model with
-    these ModelArgs. Of a Tensors, which reads them lazily, only names are compared: its reader has
-    checked the shapes.
+    these ModelArgs. If `state` is a reader.Tensors, which reads each tensor when it is accessed,
+    compare only names: the shapes were checked when the file was opened.
     """
     if unnamed := unnamed_parameters(state.keys(), args):
         more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
@@ -160,9 +163,8 @@ def architecture(args):
 
 def heads_in(name, args):
     """
-    Return into how many heads the rows of a tensor divide that hold pairs of rotary positions: the
-    query heads for wq, the key heads for wk, 1 for the norms of a head. Return 0 for a tensor
-    without such pairs.
+    Return the number of heads in a tensor whose rows belong to the pairs that RoPE rotates: the
+    query heads for wq, the key heads for wk, 1 for the norms of a head. Return 0 for other tensors.
     """
     rotated = {"wq": args.n_heads, "wk": args.n_kv_heads, "q_norm": 1, "k_norm": 1}
     return rotated.get(name.split(".")[-2], 0)
@@ -192,7 +194,7 @@ class Type(NamedTuple):
     number: int       # ggml's number for the type
     block: int        # values in a block
     size: int         # bytes of a block
-    largest: float    # largest magnitude that the type can hold
+    largest: float    # max magnitude of a weight; export.py refuses larger ones
     encode: Callable  # float32 (n block,) -> array of the stored bytes
     decode: Callable  # stored bytes, uint8 (n size,) -> float32, n block values
 

@@ -6,9 +6,10 @@ https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 import numpy as np
 
-# Fields of a block: d the scale, or the unit of the integer scales; m the minimum; dmin the unit
-# of the integer minimums; q the lower four bits of each quantised value, two values a byte (in
-# Q8_0 all eight bits); high the upper bits. In the formulas q is the whole value.
+# Fields of a block: d the scale, or the unit of the integer scales; m the minimum, which is added;
+# dmin the unit of the integer minimums, which are subtracted; q the lower four bits of each
+# quantised value, two values a byte (in Q8_0 all eight bits); high the upper bits. In the formulas
+# q is the whole value.
 
 # 32 values: x = d q
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
@@ -28,8 +29,8 @@ Q4_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1"
 Q5_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
                  ("q", "u1", (4, 32))])
 # 256 values in 16 parts: x = d scale (q - 32).
-# Of each 128 values the first 64 are in the low nibbles, and four values 32 apart share a byte of
-# `high`.
+# Of each 128 values the first 64 are in the low nibbles; byte i of `high` has the upper two bits of
+# values i, i + 32, i + 64 and i + 96, from its lowest bits up.
 Q6_K = np.dtype([("q", "u1", (2, 64)), ("high", "u1", (2, 32)), ("scales", "i1", 16), ("d", "<f2")])
 
 CHUNK = 1 << 16  # values that are quantised at once: few enough to stay in the processor's cache
@@ -43,8 +44,8 @@ def in_chunks(encode, *options):
 
 def reciprocal(d):
     """
-    Return 1 / d, or 0 where d is so small that this could overflow. Half precision rounds such a d
-    to 0.
+    Return 1 / d, or 0 where d is so small that this could overflow. The 0 does no harm: half
+    precision rounds such a d to 0, too.
     """
     return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 1e-38)
 
@@ -137,8 +138,9 @@ def from_32(raw, dtype, zero):
 def best_scale(x, zero):
     """
     Return the scales (n,) with the least squared error of x (w, n) = scale q, q integers from -zero
-    to zero - 1, among 19 candidates. Each candidate rounds x after scaling it such that the value
-    of greatest magnitude of a part falls on -position.
+    to zero - 1, among 19 candidates. Each candidate has a `position` from zero - 0.9 to zero + 0.9:
+    it scales each part so that the value of greatest magnitude becomes -position, rounds the part
+    to q, and takes the least-squares scale for these q.
     """
     extreme = furthest_from_zero(x, axis=0)[0]
     inverse = reciprocal(extreme)
@@ -161,8 +163,8 @@ def best_scale_and_min(x, q_max):
     """
     Return scale and minimum (n,), neither negative, with the least squared error of
     x (w, n) = scale q - minimum, q integers from 0 to q_max, among 21 candidates. Each candidate
-    rounds x after mapping the smallest value, or 0 if that is smaller, to 0 and the largest to
-    `position`.
+    maps min(smallest value, 0) of each part to 0 and the largest value to a `position` near q_max,
+    rounds the part to q, and fits scale and minimum to these q.
     """
     width = len(x)
     low = np.minimum(x.min(axis=0), 0)
@@ -170,6 +172,7 @@ def best_scale_and_min(x, q_max):
     sum_x = x.sum(axis=0)
     q, products = np.empty_like(x), np.empty_like(x)
     scale, minimum, min_error = np.zeros_like(low), -low, np.full_like(low, np.inf)
+    # Positions: 14 to 16 if q_max is 15, 29.6 to 32.4 if it is 31.
     for position in np.arange(-10, 11, dtype=np.float32) / 10 * (q_max / 15) ** 0.5 + q_max:
         np.rint(np.multiply(unit, position, out=q), out=q)
         np.minimum(q, q_max, out=q)  # q is never below 0: unit is at least 0
@@ -216,8 +219,9 @@ def to_k(x, dtype, q_max):
     a, b = scales.astype(np.uint8), mins.astype(np.uint8)
     out = np.empty(len(blocks), dtype)
     out["d"], out["dmin"] = d[:, 0], dmin[:, 0]
-    # 4 bytes of scales and 4 of minimums hold those of parts 0 to 3 and, above them, the upper two
-    # bits of those of parts 4 to 7. The last 4 bytes hold the lower four bits of the latter.
+    # Bytes 0 to 3: the scales of parts 0 to 3 in the lower six bits, and above them the upper two
+    # bits of the scales of parts 4 to 7. Bytes 4 to 7: the same for the minimums. Bytes 8 to 11:
+    # the lower four bits of the scales of parts 4 to 7, and above them those of the minimums.
     out["scales"] = np.concatenate((
         a[:, :4] | a[:, 4:] >> 4 << 6,
         b[:, :4] | b[:, 4:] >> 4 << 6,
@@ -230,7 +234,10 @@ def to_k(x, dtype, q_max):
 
 
 def from_k(raw, dtype, q_max):
-    """Decode Q4_K or Q5_K to float32 (n, 8, 32). q_max: unused; see block_type."""
+    """
+    Decode Q4_K or Q5_K to float32 (n, 8, 32). q_max is unused: layout.block_type passes the same
+    options to the encoder and the decoder.
+    """
     blocks = raw.view(dtype)
     a, b, c = np.split(blocks["scales"], 3, axis=1)
     scales = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)

@@ -14,10 +14,10 @@ import torch
 from configurator import fail
 
 # Dense peak TFLOP/s (no sparsity, float32 accumulation) as (bfloat16, float32), by a part of the
-# device's name; None: the type is not used. NVIDIA's float32 is TF32, which distributed.setup
-# enables. The figures are from the data sheets of the data-centre products; MI300X has plain
-# float32. GeForce has the plain float32 of the architecture white papers (GA102, AD102, GB202): by
-# these papers TF32 is as fast and bfloat16 twice as fast.
+# device's name; None: the card only emulates bfloat16, so peak_flops measures it. NVIDIA's float32
+# is TF32, which distributed.setup enables. The figures are from the data sheets of the data-centre
+# products; MI300X has plain float32. GeForce has the plain float32 of the architecture white papers
+# (GA102, AD102, GB202): by these papers TF32 is as fast and bfloat16 twice as fast.
 GEFORCE = {"3060": 12.7, "3060 Ti": 16.2, "3070": 20.3, "3070 Ti": 21.7, "3080": 29.8,
            "3080 Ti": 34.1, "3090": 35.6, "3090 Ti": 40.0, "4060": 15.1, "4060 Ti": 22.1,
            "4070": 29.1, "4070 SUPER": 35.5, "4070 Ti": 40.1, "4070 Ti SUPER": 44.1, "4080": 48.7,
@@ -31,8 +31,8 @@ PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200
     f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
 # TFLOP/s; on other devices float16 is as fast as bfloat16.
 FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
-# TFLOP/s per GPU core (of the chip divided by its cores) in any type; Apple publishes no figure for
-# later chips.
+# TFLOP/s of one GPU core, in any type: the chip's figure divided by its number of cores. Apple
+# publishes no figure for later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
 
 
@@ -41,8 +41,8 @@ APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
 def has_bfloat16(device):
     """
     Return whether a device multiplies matrices faster in bfloat16 than in float32: NVIDIA's from
-    Ampere on, CPUs with AMX, and AMD's CPUs with AVX-512 BF16. Intel's CPUs without AMX took twice
-    as long (doc/lab/train_speed.md).
+    Ampere on, CPUs with AMX, and AMD's CPUs with AVX-512 BF16. An Intel CPU with AVX-512 BF16 but
+    without AMX took twice as long in bfloat16 as in float32 (doc/lab/train_speed.md).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
@@ -104,7 +104,8 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
-        import resource  # Windows lacks it, and configurator.py explains that
+        # Not imported at the top: Windows lacks it, and configurator.py's message must come first.
+        import resource
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux's ru_maxrss may be that of the process that started this one.
     return status_bytes("VmHWM")
@@ -146,14 +147,17 @@ def free_memory(device):
         groups = [line.split(":", 2) for line in lines]
     except (OSError, ValueError, IndexError):
         return None
-    # Upper bounds in bytes. Version 1 of control groups limits memory, and memory plus swap;
-    # version 2 limits memory and swap apart.
+    # Upper bounds in bytes on memory, on swap, and on their sum (`both`): the system's, then those
+    # of each control group. Version 1 of control groups limits memory and the sum, version 2 memory
+    # and swap.
     memory, swap, both = [system["MemAvailable"]], [system.get("SwapFree", 0)], [float("inf")]
     for _, controller, path in groups:
         if controller not in ("", "memory"):  # "" in version 2, "memory" in version 1
             continue
         folder = Path("/sys/fs/cgroup", controller, path.strip("/"))
-        for group in (folder, *folder.parents):  # a container may see its own group as the root
+        # The limits of parent groups apply too. A container may see its own group as
+        # the root of the mounted file system, which is one of these parents.
+        for group in (folder, *folder.parents):
             cached = cached_files(group)
             if controller:
                 memory.append(below_limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes",
@@ -186,6 +190,7 @@ def cached_files(group):
     try:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         names = "inactive_file", "active_file"
+        # In version 1 only the fields total_* include the groups below; in version 2 all fields do.
         return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)
     except (OSError, ValueError):
         return 0
