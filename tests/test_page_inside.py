@@ -1,5 +1,6 @@
 """Look inside: compared with plain formulas; the file of sample.py, with hostile texts."""
 import base64
+import functools
 import json
 import math
 import shutil
@@ -104,12 +105,14 @@ def test_sample_writes_one_file_in_which_texts_are_no_script(made, path, tmp_pat
     assert text.count("<script") == text.count("</script") == 2 and "src=" not in text.replace(json.dumps(HOSTILE), "")
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert "".join(data["tokens"][1:]).replace("<0xC3><0xA9>", "é") == HOSTILE
-    for attention, prompt, said in ((f"{tmp_path}/no/x.html", "a", "cannot be written"), ("x.txt", "a", ".html"),
-                                    (f"{tmp_path}/y.html", "", "a --prompt to look at")):
+    write = functools.partial(sample.write_attention, *made)
+    for refuse, attention, prompt, said in ((write, f"{tmp_path}/no/x.html", "a", "cannot be written"),
+                                            (sample.check_settings, f"{tmp_path}/x.txt", "a", ".html"),
+                                            (sample.check_settings, f"{tmp_path}/y.html", "", "a --prompt to look at")):
         monkeypatch.setattr(sample, "attention", attention)
         monkeypatch.setattr(sample, "prompt", prompt)
         with pytest.raises(SystemExit) as e:
-            sample.write_attention(*made)
+            refuse()
         assert e.value.code == 2 and said in capsys.readouterr().err
     chromium = shutil.which("chromium") or pytest.skip("no chromium: how a browser reads the file is not tried")
     seen = subprocess.run([chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/c", "--dump-dom",
