@@ -1,4 +1,4 @@
-// Each kernel in plain C, one number after the other. kernels.h says what they compute.
+// Each kernel in plain C, without intrinsics. kernels.h describes what each computes.
 #include <math.h>
 #include "blocks.h"
 
@@ -12,8 +12,8 @@ static uint16_t float_to_half(float f) {
     memcpy(&f, &bits, 4);
     if (bits > 0x7f800000) return sign | 0x7e00; // NaN
     if (f >= 65520) return sign | 0x7c00;
-    // a subnormal half is a multiple of 2^-24, which is also the last bit of a float from 0.5 to 1:
-    // the addition rounds, and leaves the multiple in the mantissa
+    // Subnormal halves are the multiples of 2^-24. Floats from 0.5 to 1 are 2^-24 apart, so adding
+    // 0.5 rounds f to such a multiple, and the mantissa of the result counts the 2^-24s.
     if (f < 0x1p-14f) {
         f += 0.5f;
         memcpy(&bits, &f, 4);
@@ -87,12 +87,13 @@ static void quantize(Block *out, const float *x, int n_blocks) {
         float inverse = max > 1e-30f ? 127 / max : 0;
         int32_t sum = 0;
         for (int i = 0; i < 32; i++) {
-            // the sum is so large that its lowest bits are the rounded integer
+            // floats near 1.5 * 2^23 have no fraction: the addition rounds to an integer and leaves
+            // it in the lowest bits of the float
             rounded = x[i] * inverse + 0x1.8p23f;
             memcpy(&bits, &rounded, 4);
             out->q[i] = (int8_t)bits;
             sum += (int8_t)bits;
-            if (i == 15) out->half = (int16_t)sum;
+            if (i == 15) out->half = (int16_t)sum; // of the first 16
         }
         out->scale = max / 127;
         out->sum = (int16_t)sum;
@@ -126,7 +127,7 @@ static float dot_q4(const void *row, const void *x, int cols) {
     return sum;
 }
 
-// Returns the product of 32 numbers of a block, from number `at` on, with x.
+// Returns the dot product of x and 32 weights of a block, from weight `at` on.
 static float dot_32(Type type, const Numbers *n, int at, const Block *x) {
     float sum = 0;
     for (int c = 0, per = numbers_per_scale(type); c < 32; c += per) {
@@ -134,6 +135,7 @@ static float dot_32(Type type, const Numbers *n, int at, const Block *x) {
         for (int i = c; i < c + per; i++) product += (n->q[at + i] - zero_of(type)) * x->q[i];
         sum += n->scale[(at + c) / per] * product;
     }
+    // a weight is scale * (q - zero) - min, so min times the sum of x is subtracted
     return x->scale * (has_minima(type) ? sum - n->min[at / 32] * x->sum : sum);
 }
 
@@ -159,6 +161,7 @@ DOT_BLOCKS(dot_q4_k, Q4_K)
 DOT_BLOCKS(dot_q5_k, Q5_K)
 DOT_BLOCKS(dot_q6_k, Q6_K)
 
+// out (n, rows) = in (rows, n) of words of 4 bytes; the rows of `in` are `stride` bytes apart.
 static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
     for (int i = 0; i < n; i++)
         for (int r = 0; r < rows; r++)
@@ -169,6 +172,7 @@ static void swiglu(float *h, const float *h2, int n) {
     for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + expf(-h[i])) * h2[i];
 }
 
+// `rotation` is (2, head_dim): cosines, then signed sines.
 static void rotate(float *x, const float *rotation, int head_dim) {
     for (int i = 0; i < head_dim; i += 2) {
         float a = x[i], b = x[i + 1];
@@ -204,6 +208,7 @@ static void multiply(float *x, const float *y, int n) {
     for (int i = 0; i < n; i++) x[i] *= y[i];
 }
 
+// Returns element i of x as float. The caller of the kernel applies the scales of INT8_GROUPS.
 static float number(Type type, const void *x, size_t i) {
     if (type == INT8_GROUPS) return ((const int8_t *)x)[i];
     return type == F16 ? half_to_float(((const uint16_t *)x)[i]) : ((const float *)x)[i];
@@ -214,6 +219,7 @@ static void scores(const Attention *a) {
         for (int i = 0; i < a->n; i++) {
             float sum = 0;
             for (int d = 0; d < a->head_dim; d++) {
+                // keys are (tiles, head_dim, TILE), with TILE positions in a tile
                 size_t at = (size_t)i / TILE * TILE * a->head_dim + d * TILE + i % TILE;
                 sum += a->q[query * a->q_stride + d] * number(a->type, a->keys, at);
             }
@@ -234,6 +240,7 @@ static void mix(const Attention *a) {
 
 static void panel_product(const PanelProduct *p) {
     for (int row = 0; row < p->tiles * TILE; row++) {
+        // p->next is the distance between tiles, p->column that between columns of a tile
         size_t at = row / TILE * p->next + row % TILE;
         float sum = p->add ? p->y[row] : 0;
         for (int c = 0; c < p->cols; c++)
@@ -247,8 +254,8 @@ static bool always(void) { return true; }
 const Kernels llamac_reference = {
     .name = "scalar",
     .supported = always,
-    .tokens = 1,
-    .queries = 1,
+    .tokens = 1,  // no tiles: weights are multiplied by `dot`
+    .queries = 1, // of a PanelProduct; `scores` and `mix` take up to QUERIES
     .types = {[F32] = {.dot = dot_f32},
               [F16] = {.dot = dot_f16},
               [BF16] = {.dot = dot_bf16},

@@ -27,13 +27,15 @@ INLINE int steps_of(Type type) {
     return block_size(type).numbers / numbers_per_scale(type) / subs_of_step(type);
 }
 
-// The number of sub-block i of a step in its block. The terms of Q6_K choose the half of the block,
-// the low or high nibbles, 32 of the half's 64 bytes, 16 of these.
+// Returns which sub-block of the block is sub-block i of a step. The four summands for Q6_K, in
+// order: which half of the block, low or high nibbles, which 32 of the half's 64 bytes, which 16 of
+// these 32.
 INLINE int sub_of(Type type, int step, int i) {
     return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i;
 }
 
-// Word i of LANES rows of a tile.
+// Word i of LANES rows of a tile, from the row that `words` points to on. A tile stores word 0 of
+// all its TILE rows, then word 1 of all rows, and so on.
 INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
 
 // Four columns of LANES rows as bytes: of sub-block i of a step, from column 4g + 16h on. Each byte
@@ -70,7 +72,8 @@ INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
     return either(low, bits(word_at(words, minima), at + 2, 0x30));
 }
 
-// The scales of sub-block s for LANES rows.
+// The scales of sub-block s for LANES rows. A tile begins with half-precision scales, then minima
+// if the type has them: `halves` points to the scale of the first of these rows.
 INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
     Floats scales = LOAD_F16((const void *)halves);
     if (has_k_scales(type)) return MUL(scales, FLOATS(k_scales(words, s, 0)));
@@ -132,9 +135,9 @@ typedef struct {
     size_t n_blocks; // Blocks of one token
 } Operands;
 
-// Adds the products of sub-block i of a step to `sums`. A product with the offset of the weights
-// (zero) is subtracted in advance, one with the minimum afterwards: both need only the sum of the
-// activations.
+// Adds the products of sub-block i of a step to `sums`. Some types store weights with an offset
+// (`zero`), others have a minimum. The sum of the activations times the offset is subtracted before
+// the products are added, that sum times the minimum afterwards.
 INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands at, int step,
                     const int i) {
     const Type type = shape.type;
@@ -146,6 +149,7 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     // another sub-block
     const int nibbles = type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1;
     const Block *x = at.x + s * per / 32;
+    // `halves` points to half-precision scales, or to float32 scales if the tiles are unpacked
     const uint8_t *halves[SUMS], *words[SUMS];
     UNROLL for (int v = 0; v < vectors; v++) {
         const uint8_t *tile = at.tile + v / VECTORS * at.next;
@@ -157,6 +161,7 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     Ints products[SUMS][BLOCK_TOKENS];
     UNROLL for (int t = 0; t < T; t++) {
         const Block *b = x + t * at.n_blocks;
+        // b->half is the sum of the first 16 activations
         int sum = per == 32 ? b->sum : first ? b->sum - b->half : b->half;
         UNROLL for (int v = 0; v < vectors; v++) products[v][t] = SET_I(zero ? -zero * sum : 0);
     }
@@ -207,7 +212,7 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
     for (; at.tile != end; at.tile += size, at.x += width / 32)
         for (int step = 0; step < steps; step++) {
-            // of the tile after the next
+            // each step prefetches its share of the tile after the next
             if (T == 1 && width == 256) prefetch_share(at.tile + 2 * size, size / steps, step);
             UNROLL for (int i = 0; i < subs_of_step(type); i++) {
                 add_sub(shape, sums, at, step, i);
@@ -217,6 +222,7 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
                     __asm__ volatile("" ::: "memory");
             }
         }
+    // tokens are 2 * TILE apart in y, even if there is only one row of tiles: see TileProduct.y
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++)
         STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
