@@ -63,7 +63,7 @@ static int write_letter(int byte, char out[2]) {
     return 2;
 }
 
-size_t llamac_decode_letters(const Piece *p, char *out, size_t room) {
+size_t llamac_decode_byte_level(const Piece *p, char *out, size_t room) {
     size_t n = 0;
     for (int at = 0, length; at < p->n; at += length, n++) {
         int byte = byte_of_letter(p->s + at, p->n - at, &length);

@@ -218,7 +218,7 @@ static void add_words(Turn *turn, const char *before, String words, const char *
 static bool begin_turn(Turn *turn, const llamac_model *m, const char *words, size_t n,
                        int *n_tokens) {
     Error *e = turn->error;
-    TRY(llamac_takes_text(m, words, n, n_tokens, e));
+    TRY(llamac_check_text_arguments(m, words, n, n_tokens, e));
     CHECK(m->chat, "no chat template is in use");
     turn->t = &m->tokenizer, turn->template = m->chat;
     return true;

@@ -115,7 +115,7 @@ typedef struct {
     int n_symbols;
     int byte_ids[256];  // id of the piece of each byte, or -1
     bool has_unused;    // some pieces are UNUSED: merges pass through them, but no token is one
-    bool words_join;    // merges may cross words, so words cannot be encoded one by one
+    bool encode_whole;  // encoding each word of a text by itself could change the tokens
     bool byte_fallback; // unknown characters are encoded as bytes instead of as `unk`
     bool space_prefix;  // put a space before the text
     bool extra_spaces_removed; // shrink runs of spaces to one, remove spaces at both ends
@@ -145,7 +145,8 @@ int *llamac_encode_text(const Tokenizer *, const char *s, size_t n, int how, int
                         Error *);
 
 // Checks the arguments that all encoding functions share. Sets *n_tokens to 0.
-bool llamac_takes_text(const llamac_model *, const char *text, size_t n, int *n_tokens, Error *);
+bool llamac_check_text_arguments(const llamac_model *, const char *text, size_t n, int *n_tokens,
+                                 Error *);
 
 // Returns the token that encoding may produce for this text; -1 if there is none, or only a
 // control, byte, unknown or unused piece.
@@ -167,7 +168,7 @@ int *llamac_encode_bytes(const Tokenizer *, const char *s, size_t n, bool bos, i
 
 // Decodes a piece that is spelled in GPT-2's letters (bpe.c). Writes the first `room` bytes, and
 // returns how many bytes the piece has.
-size_t llamac_decode_letters(const Piece *, char *out, size_t room);
+size_t llamac_decode_byte_level(const Piece *, char *out, size_t room);
 
 void llamac_free_byte_pairs(BytePairs *);
 

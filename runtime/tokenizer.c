@@ -5,7 +5,9 @@
 
 enum {
     MAX_PIECE = (1 << 27) - 1, // bytes that Piece.n can hold
-    MAX_SYMBOL = 256, // bytes of a user-defined piece: all are searched at every position of a text
+    // bytes of a symbol (a user-defined piece): limits the time of llamac_match_symbol, which
+    // searches for a symbol at every position of a text
+    MAX_SYMBOL = 256,
     MAX_PROBES = 1000, // slots of the hash table that a lookup tries
 };
 
@@ -30,7 +32,8 @@ static int *slot_of(const Tokenizer *t, const char *s, int n) {
     return NULL;
 }
 
-// Returns the piece with this text that merges can produce, or -1.
+// Returns the normal, user-defined or unused piece with this text, or -1. Control, byte and unknown
+// pieces are not found: a text that contains their spelling is encoded as ordinary text.
 static int lookup(const Tokenizer *t, const char *s, int n) {
     const int *slot = slot_of(t, s, n);
     int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
@@ -77,8 +80,8 @@ static bool check_bytes(const Tokenizer *t, Error *e) {
     return true;
 }
 
-// Makes the tokens that begin or end texts and answers control tokens, even if the file calls them
-// user-defined, so that text cannot contain them.
+// Turns bos, eos and eot into control tokens if the file calls them user-defined, so that a text
+// never becomes one of them.
 static void claim_ends(Tokenizer *t) {
     const int ends[] = {t->bos, t->eos, t->eot};
     for (int i = 0; i < 3; i++)
@@ -98,7 +101,7 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
     t->symbols = resize(NULL, n, sizeof *t->symbols);
     t->n_symbols = 0;
     CHECK(t->table && t->symbols, no_memory);
-    t->words_join = t->byte_pairs;
+    t->encode_whole = t->byte_pairs;
     memset(t->table, -1, t->table_size * sizeof *t->table);
     memset(t->byte_ids, -1, sizeof t->byte_ids);
     for (int i = 0; i < n; i++) {
@@ -114,10 +117,10 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
               "token %d is user-defined and has %d bytes, expected at most %d", i, p->n,
               MAX_SYMBOL);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
-        // `split` (Encoder) is shared by the whole text, so it must not be cut into words
-        if (p->type == UNUSED) t->has_unused = t->words_join = true;
-        for (int at = 1; at < p->n && !t->words_join; at++)
-            t->words_join = begins_word(t, p->s, at, p->n);
+        // how an unused piece is split can depend on earlier words of the text (Encoder.split)
+        if (p->type == UNUSED) t->has_unused = t->encode_whole = true;
+        for (int at = 1; at < p->n && !t->encode_whole; at++)
+            t->encode_whole = begins_word(t, p->s, at, p->n);
         if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
         *slot = i;
     }
@@ -175,10 +178,10 @@ static bool is_character(const char *s, size_t n) {
     return first_bytes == 1;
 }
 
-// The kinds of tokenizer.ggml.model: "gpt2" is byte-level BPE, the others sentencepiece's BPE.
-// export.py writes the last two for vocabularies without byte pieces, which llama.cpp cannot encode
-// as "llama": "t5" if every piece is one character, since its t5 encoder then gives the same
-// tokens, else "llama-without-bytes", so that llama.cpp refuses the file.
+// The kinds of tokenizer.ggml.model: "gpt2" is byte-level BPE, the others are sentencepiece's BPE.
+// llama.cpp cannot encode with a "llama" vocabulary without byte pieces, so export.py calls such a
+// vocabulary "t5" if every piece is one character, because llama.cpp's t5 encoder then returns the
+// same tokens as this code. Otherwise it writes "llama-without-bytes", which llama.cpp refuses.
 bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *e) {
     String kind = llamac_get_string(v, TOKENIZER);
     bool byte_level = equals(kind, "gpt2");
@@ -203,7 +206,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
                      .space = LOWER_BLOCK,
                      .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
     t->eot = -1;
-    if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e));
+    if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e)); // NAN: no fallback
     TRY(llamac_get_int(v, BOS_ID, 1, &t->bos, e));
     TRY(llamac_get_int(v, EOS_ID, 2, &t->eos, e));
     TRY(llamac_get_int(v, UNK_ID, 0, &t->unk, e));
@@ -286,7 +289,9 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
     Text out = {0};
     size_t space = strlen(t->space);
     bool remove = t->extra_spaces_removed;
-    bool after_space = remove; // drop spaces here; true at first: drop those that begin the text
+    // drop spaces until another character: true at the beginning of the text, and after a character
+    // or user-defined piece that ends in a space
+    bool drop_spaces = remove;
     if (n && prefix) append(&out, t->space, space);
     for (size_t length; n; s += length, n -= length) {
         int symbol = llamac_match_symbol(t, s, n), valid = llamac_utf8(s, n);
@@ -297,10 +302,10 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
         else
             for (size_t i = 0; i < length; i++) {
                 if (s[i] != ' ') append(&out, &s[i], 1);
-                else if (!after_space) append(&out, t->space, space);
-                if (s[i] != ' ') after_space = false;
+                else if (!drop_spaces) append(&out, t->space, space);
+                if (s[i] != ' ') drop_spaces = false;
             }
-        after_space = remove && (s[length - 1] == ' ');
+        drop_spaces = remove && (s[length - 1] == ' ');
     }
     while (remove && out.n >= space && memcmp(out.s + out.n - space, t->space, space) == 0)
         out.n -= space;
@@ -323,17 +328,17 @@ typedef struct {
     Part *parts;
     int capacity;
     Heap merges;
-    // (vocab_size,) for unused pieces: bytes of the left one of the two parts that were last found
-    // to make the piece; 0: never found
+    // (vocab_size,) where to split each unused piece: bytes of the left part of the latest pair
+    // that could merge into it; 0: no such pair yet
     int *split;
     int *tokens;
     int n_tokens;
     bool after_unknown; // the latest part was unknown
 } Encoder;
 
-// Returns a number that is lower for higher scores, which must be finite. The bits of a float
-// without its sign grow with its magnitude: they are inverted for positive scores; negative ones,
-// with the sign bit, follow in ascending magnitude.
+// Returns a number that is lower for higher scores, which must be finite. The bits of a
+// float below the sign bit, as an integer, grow with its magnitude. So they are inverted for
+// positive scores. Negative scores keep their bits, and the sign bit puts them after all others.
 static uint32_t priority_of(float score) {
     uint32_t bits;
     score += 0.0f; // -0 becomes 0
@@ -416,8 +421,8 @@ static int *no_tokens(size_t n, Error *error) {
     return NULL;
 }
 
-// Takes time O(n log n). Where no merge crosses words, it encodes word by word, which keeps `parts`
-// and the heap small.
+// Takes time O(n log n). Unless t->encode_whole, it encodes word by word, which keeps `parts` and
+// the heap small.
 int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, int *n_tokens,
                         Error *error) {
     bool bos = how & WITH_BOS, prefix = how & WITH_PREFIX;
@@ -433,7 +438,7 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, in
     bool ok = !text.failed && e.tokens && (e.split || !t->has_unused);
     if (ok && bos) e.tokens[e.n_tokens++] = t->bos;
     for (size_t start = 0, end = 1; ok && start < text.n; start = end++) {
-        while (end < text.n && (t->words_join || !begins_word(t, text.s, end, text.n))) end++;
+        while (end < text.n && (t->encode_whole || !begins_word(t, text.s, end, text.n))) end++;
         ok = encode_stretch(&e, text.s + start, end - start);
     }
     if (!ok) free(e.tokens), e.tokens = no_tokens(n, error);
@@ -445,7 +450,8 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, in
     return e.tokens;
 }
 
-bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n_tokens, Error *e) {
+bool llamac_check_text_arguments(const llamac_model *m, const char *text, size_t n, int *n_tokens,
+                                 Error *e) {
     CHECK(n_tokens, "n_tokens is NULL");
     *n_tokens = 0;
     CHECK(m, no_model);
@@ -455,7 +461,7 @@ bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n
 
 int *llamac_encode(const llamac_model *m, const char *text, size_t n, bool bos, int *n_tokens,
                    Error *e) {
-    if (!llamac_takes_text(m, text, n, n_tokens, e)) return NULL;
+    if (!llamac_check_text_arguments(m, text, n, n_tokens, e)) return NULL;
     if (!m->tokenizer.pieces) return fail(e, "it has no tokenizer"), NULL;
     int how = WITH_PREFIX + (bos ? WITH_BOS : 0);
     return llamac_encode_text(&m->tokenizer, text, n, how, n_tokens, e);
@@ -483,8 +489,9 @@ size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, 
     const char *s = piece->s;
     size_t n = piece->n, space = strlen(t->space), length = 0;
     if (piece->type == CONTROL) return 0;
-    if (t->byte_pairs && piece->type == UNUSED) return 0; // pads the vocabulary to the model's rows
-    if (t->byte_pairs && piece->type == NORMAL) return llamac_decode_letters(piece, out, room);
+    // an id without a token: the model's embedding has more rows than the vocabulary has tokens
+    if (t->byte_pairs && piece->type == UNUSED) return 0;
+    if (t->byte_pairs && piece->type == NORMAL) return llamac_decode_byte_level(piece, out, room);
     if (piece->type == BYTE) {
         if (room) *out = (char)byte_of(piece);
         return 1;
