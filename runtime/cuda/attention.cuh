@@ -40,13 +40,13 @@ template <> struct CacheFormat<__half> : Format<F16> { typedef __half2 Pair; };
 // A warp's attention
 
 // A softmax over the positions seen so far: the largest score, the sum of the weights
-// exp(score - max), and the weighted sum of the values, of which lane l holds the dimensions
-// 64 i + 2 l and 64 i + 2 l + 1 as out[2 i] and out[2 i + 1], for each slice i. A slice is 64
-// dimensions of a head; SLICES is their number, rounded up.
+// exp(score - max), and the weighted sum of the values. A head is cut into slices of 64 dimensions,
+// at most SLICES. Of slice i of the weighted sum, lane l holds dimensions 64 i + 2 l and
+// 64 i + 2 l + 1, as out[2 i] and out[2 i + 1].
 template <int SLICES> struct OnlineSoftmax { float max, sum, out[2 * SLICES]; };
 
-// Attends with q (width,) to the first n positions. A tile is 32 of them, one for each lane's
-// score; the warp takes tiles first_tile, first_tile + tile_stride, and so on.
+// Attends with q (width,) to the first n positions. A tile is 32 consecutive positions; each lane
+// computes the score of one. The warp takes tiles first_tile, first_tile + tile_stride, and so on.
 // One pass over the positions suffices: the sums are scaled down whenever a larger score appears
 // (Milakov 2018, "Online normalizer calculation for softmax").
 template <typename CacheType, int SLICES>
@@ -55,20 +55,20 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
                                                     int first_tile, int tile_stride, float scale) {
     typedef CacheFormat<CacheType> F;
     const int N = F::N, lane = threadIdx.x % 32;
-    const int BATCH = 8;                       // units of a key that a lane loads together
-    const int VALUES = 64 / sizeof(CacheType); // positions whose values are loaded together
+    const int BATCH = 8;                            // units of a key that a lane loads together
+    const int VALUE_BATCH = 64 / sizeof(CacheType); // positions whose values it loads together
     const CacheType *keys = head.keys, *values = head.values;
     int width = head.width;
     OnlineSoftmax<SLICES> s = {-INFINITY, 0, {0}};
     for (int p = 32 * first_tile; p < n; p += 32 * tile_stride) {
         float score = -INFINITY;
-        typename F::Pair pairs[VALUES];
-        // Loads this lane's dimensions in slice i of the values at positions p + j and following.
-        // Positions from n on repeat the last; their weight is 0.
+        typename F::Pair pairs[VALUE_BATCH];
+        // Loads this lane's dimensions in slice i of the values at the VALUE_BATCH positions from
+        // p + j on. Positions from n on repeat the last; their weight is 0.
         auto load_values = [&](int i, int j) {
             int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
 #pragma unroll
-            for (int b = 0; b < VALUES; b++)
+            for (int b = 0; b < VALUE_BATCH; b++)
                 pairs[b] =
                     *(const typename F::Pair *)(values + (size_t)min(p + j + b, n - 1) * width + d);
         };
@@ -95,13 +95,13 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
         s.max = max;
         s.sum = s.sum * rescale + warp_sum(weight);
         for (int i = 0; i < 2 * SLICES; i++) s.out[i] *= rescale;
-        for (int j = 0; j < 32 && p + j < n; j += VALUES) {
+        for (int j = 0; j < 32 && p + j < n; j += VALUE_BATCH) {
 #pragma unroll
             for (int i = 0; i < SLICES; i++) {
                 if (64 * i >= width) break;
                 if (i || j) load_values(i, j); // those of (0, 0) were requested above
 #pragma unroll
-                for (int b = 0; b < VALUES; b++) {
+                for (int b = 0; b < VALUE_BATCH; b++) {
                     float w = __shfl_sync(ALL_LANES, weight, j + b);
                     float2 pair = to_floats(pairs[b]);
                     s.out[2 * i] += w * pair.x;
@@ -149,7 +149,8 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
     HeadPartial all = {-INFINITY, 0, 0};
     for (int i = 0; i < n; i++) all.max = fmaxf(all.max, max[i]);
     for (int i = 0; i < n; i++) {
-        float weight = max[i] == -INFINITY ? 0 : expf(max[i] - all.max); // 0: it saw no positions
+        // A partial without positions has weight 0. If no partial has any, expf would return NaN.
+        float weight = max[i] == -INFINITY ? 0 : expf(max[i] - all.max);
         all.sum += weight * sum[i];
         all.out += weight * out[i * MAX_HEAD_DIM + d];
     }
@@ -239,8 +240,8 @@ static __device__ void rotate_pair(float &a, float &b, float2 angle) {
     a = rotated;
 }
 
-// Returns the index in the cache of an element of position pos. i is its index in the keys, or
-// values, of all heads (n_kv_heads * head_dim,).
+// Returns where the cache holds element i of the k (or v) (n_kv_heads, head_dim) of the token at
+// position pos, as an index in c.keys (or c.values).
 static __device__ size_t cache_index(const Cache &c, int i, int pos) {
     return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }
@@ -281,8 +282,9 @@ static __global__ void rotate_and_cache(Cache c, float *q, float *k, const float
     bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
     if (i >= q_dim + 2 * kv_dim) return;
     if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
-    int pair = i % c.head_dim / 2, distance = 1; // the pair is elements i and i + distance
+    int pair = i % c.head_dim / 2, distance = 1;
     if (c.rope_halves && (is_q || is_k)) i -= pair, distance = half;
+    // The pair is now elements i and i + distance.
     const float *from = is_q ? q + (size_t)t * q_dim + i : (is_k ? k : v) + (size_t)t * kv_dim + i;
     float a = from[0], b = from[distance];
     if (is_q || is_k) {

@@ -6,7 +6,7 @@
 // ----------------------------------------------------------------------------
 // The largest logit
 
-// A logit and its token; index is -1 if it, or a logit that it was compared with, is not finite.
+// A logit and its token; index is -1 if this logit, or one compared with it, is not finite.
 typedef struct {
     float value;
     int index;
@@ -50,7 +50,8 @@ static __global__ void __launch_bounds__(1024) find_largest(int *best, const flo
 // Sampling, by one block
 
 // A token's probability relative to the likeliest token's, in units of 2^-MASS_BITS. Threads add in
-// no fixed order. Sums of integers do not depend on it: the same coin always draws the same token.
+// no fixed order. Sums of integers do not depend on it, so the same random number (coin) always
+// draws the same token.
 typedef unsigned long long Mass;
 
 enum { SAMPLER_THREADS = 1024, BINS = 1024, MASS_BITS = 40 };
@@ -71,8 +72,8 @@ static __device__ Mass to_mass(float probability) {
     return (Mass)(probability * (float)((Mass)1 << MASS_BITS));
 }
 
-// Calls use(relative probability) for all tokens, which the block's threads share. A thread loads
-// BATCH logits before it uses the first, so that it waits for memory once.
+// Calls use(relative probability) once for each token; each thread of the block takes a part of the
+// tokens. A thread loads BATCH logits before it uses the first, so that it waits for memory once.
 template <typename F> static __device__ void for_each_token(const Distribution &p, F use) {
     enum { BATCH = 8 };
     for (int i = threadIdx.x; i < p.n; i += BATCH * SAMPLER_THREADS) {
@@ -143,8 +144,9 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
 }
 
 // Adds up a term for each token, in their order. Writes to *token the token with which the sum
-// first exceeds `target`. If `bits` is 0, a token's term is its mass; otherwise it is 1 if its
-// relative probability has these bits, else 0: *token is then number `target` of them, from 0.
+// first exceeds `target`. If `bits` is 0, a token's term is its mass. Otherwise the term is 1 for
+// tokens whose relative probability has these bits, and 0 for the others, so *token becomes number
+// `target`, from 0, of the tokens with these bits.
 // Each warp adds up one range of tokens. shared (SAMPLER_THREADS / 32,).
 static __device__ void find_token(const Distribution &p, uint32_t bits, Mass target, int *token,
                                   Mass *shared) {
@@ -173,7 +175,8 @@ static __device__ void find_token(const Distribution &p, uint32_t bits, Mass tar
 
 // Draws a token from the distribution: from all tokens, or if topp is in (0, 1), from the smallest
 // set of most likely ones whose probabilities sum to more than topp (top-p, Holtzman 2019). best:
-// the token with the largest logit; coin: a random number in [0, 1). Sets p.max_logit itself.
+// the token with the largest logit (not -1), also the result if find_token finds none; coin: a
+// random number in [0, 1). Sets p.max_logit itself.
 // Grid: 1; block: SAMPLER_THREADS threads.
 static __global__ void __launch_bounds__(SAMPLER_THREADS)
     sample_token(int *token, Distribution p, int best, float topp, float coin) {
@@ -188,8 +191,8 @@ static __global__ void __launch_bounds__(SAMPLER_THREADS)
     bool is_truncated = topp > 0 && topp < 1;
     if (!is_truncated) return find_token(p, 0, (Mass)((double)coin * total), token, shared);
 
-    // Tokens below this mass, at most n - 1, have less than 1 - topp together. So the set is
-    // complete without them, as in sample_topp of llama.c.
+    // At most n - 1 tokens have less mass than this, together less than (1 - topp) * total. So the
+    // set is complete without them, as in sample_topp of llama.c.
     Mass min_mass = p.n > 1 ? (Mass)((1 - (double)topp) / (p.n - 1) * total) : 0;
     Mass limit = (Mass)((double)topp * total);
     uint32_t bits = find_threshold(p, min_mass, limit, &above, shared);

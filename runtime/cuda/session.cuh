@@ -36,11 +36,11 @@ typedef struct {
     std::vector<UploadedMat> *uploaded; // close restores their originals
     const uint4 *weights;               // quantized values of all matrices, then all scales
     size_t weights_bytes, values_bytes; // size of values and scales; size of the values
-    Cache cache;                        // holds all layers in turn; its pointers are layer 0's
+    Cache cache;                        // all layers, one after another; its pointers are layer 0's
     bool float_cache;                   // the elements of the cache are float, else __half
     float2 *rotation;                   // (positions, head_dim / 2): cosine and sine (RoPE)
-    float *y, *q, *k, *v, *h, *h2;      // temporaries (max T, dim), (max T, q_dim), twice
-                                        // (max T, kv_dim), twice (max T, hidden_dim)
+    float *y, *q, *k, *v, *h, *h2;      // temporaries: y (max T, dim), q (max T, q_dim),
+                                        // k and v (max T, kv_dim), h and h2 (max T, hidden_dim)
     __half *half_x, *spare_half_x;      // (CHUNK, max of dim, q_dim and hidden_dim) each
     const float *half_x_source;         // during a pass: the array half_x was copied from, or NULL
     int splits;                         // blocks that share the positions of a head if T is 1
@@ -49,11 +49,11 @@ typedef struct {
 
     // Results
     float *logits; // (max T, vocab_size) on the device
-    float *out;    // host memory that the last op logits copied to; NULL: it copied nothing
+    float *out;    // host memory that the last call of `logits` copied to; NULL: it copied nothing
     void *pinned;  // the same memory if it has been pinned for fast copies, else NULL
     size_t pinned_bytes;
-    int *best; // in pinned host memory: index of the largest logit, -1 if one is not finite;
-               // within choose, the sampled token
+    int *best; // in pinned host memory: index of the largest logit, or -1 if any logit is not
+               // finite. `choose` uses it for the sampled token, then restores it
 
     TokenPlan token; // how whole_token runs; token.slots is 0 if it cannot
 } Cuda;
@@ -132,8 +132,8 @@ static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t
 enum { DEFAULT_SHARED = 48 << 10 }; // bytes of shared memory that every launch may ask for
 
 // Raises a kernel's limit of dynamic shared memory to the GPU's. The limit is set for the whole
-// process, so with what one launch needs, a session on a smaller model would lower the limit of a
-// session on a larger one.
+// process: if each session set only what its launches need, a session on a smaller model would
+// lower the limit of one on a larger model.
 static void raise_shared_limit(const Cuda *c, const void *kernel) {
     cudaFuncAttributes code;
     CUDA(cudaFuncGetAttributes(&code, kernel));

@@ -11,7 +11,7 @@
 #include "products.cuh"
 
 enum {
-    STEP_COLS = 64,        // columns of a step: a multiple of 64, 16 for each of up to 4 groups
+    STEP_COLS = 64,        // a multiple of 64: 16 columns for each of up to 4 groups of warps
     PITCH = STEP_COLS + 8, // halves between rows in shared memory; 8 unused against bank conflicts
     PREFETCH_STEPS = 4,    // weights are prefetched to the L2 cache this many steps ahead
     TENSOR_THREADS = 256,  // threads of a block
@@ -101,17 +101,18 @@ template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, ui
 // ----------------------------------------------------------------------------
 // What a launch computes, and where a tile's rows are
 
-// Tile i has the tokens of group i % token_tiles and the rows of group i / token_tiles. Most
+// Tokens are cut into token_tiles groups of TOKENS, the rows of each matrix into groups of R (R / 2
+// with `gated`). Tile i computes token group i % token_tiles and row group i / token_tiles. Most
 // consecutive tiles have the same rows, so blocks that run at the same time read the same weights.
 typedef struct {
     int cols, T;        // of x
-    int token_tiles;    // tiles that a group of rows needs for all tokens
+    int token_tiles;    // groups of TOKENS tokens; each row group has that many tiles
     int steps, tiles;   // steps of a tile; all tiles
     int stages;         // steps of x in shared memory: one is multiplied, the others are copied
     bool gated;         // product 0's out becomes SwiGLU of products 0 (gate) and 1 (up)
     __half *half_copy;  // with `gated`: that out in half precision; NULL if it is not needed
     float *partials;    // (blocks, 2, TOKENS, R): partial sums of shared tiles
-    unsigned *counters; // (blocks,) zeros
+    unsigned *counters; // (blocks,) zeros; a shared tile uses the one of its first block
 } TilePlan;
 
 // The rows of a tile, in two halves: the lower half, from `row` on, and the upper half, from
@@ -129,8 +130,8 @@ struct TileRows {
         return {w, w, at.product, at.row, at.row + R / 2};
     }
 
-    // Sets *m to the matrix of the tile's row r, and returns its row in it. Rows beyond the last
-    // repeat the last; their sums are not stored.
+    // Sets *m to the matrix that the tile's row r is from, and returns the row's index in that
+    // matrix. Rows beyond the last repeat the last; their sums are not stored.
     template <int R> __device__ size_t row_of(int r, Mat *m) const {
         *m = lower;
         if (r < R / 2) return min(row + r, lower.rows - 1);
@@ -362,16 +363,16 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
 // ----------------------------------------------------------------------------
 // Results
 
-// A thread's part of a tile's finished sums, in quads: the sums of 4 rows for one token. Of a tile,
-// a thread has ALL quads, TENSOR_THREADS apart. To save registers, it handles them in PARTS rounds
-// of EACH quads.
+// A thread's part of a tile's finished sums, in quads: the sums of 4 rows for one token. A thread
+// has QUADS quads of a tile, TENSOR_THREADS apart. To save registers, it handles them in PARTS
+// parts of PART_QUADS quads each, one after another.
 template <int R, int TOKENS> struct SumQuads {
-    static const int ALL = TOKENS * R / 4 / TENSOR_THREADS, EACH = ALL < 16 ? ALL : 16,
-                     PARTS = ALL / EACH;
-    float4 y[EACH];
+    static const int QUADS = TOKENS * R / 4 / TENSOR_THREADS, PART_QUADS = QUADS < 16 ? QUADS : 16,
+                     PARTS = QUADS / PART_QUADS;
+    float4 y[PART_QUADS];
     int first;
 
-    __device__ SumQuads(int part) : first(threadIdx.x + part * EACH * TENSOR_THREADS) {}
+    __device__ SumQuads(int part) : first(threadIdx.x + part * PART_QUADS * TENSOR_THREADS) {}
     __device__ int index(int j) const { return first + j * TENSOR_THREADS; }
     __device__ int token(int j) const { return index(j) / (R / 4); }
     __device__ int first_row(int j) const { return index(j) % (R / 4) * 4; }
@@ -380,53 +381,53 @@ template <int R, int TOKENS> struct SumQuads {
     __device__ void read(const float *tile) {
         const int PITCH_OF_SUMS = WarpLayout<R, TOKENS>::SUM_PITCH;
 #pragma unroll
-        for (int j = 0; j < EACH; j++)
+        for (int j = 0; j < PART_QUADS; j++)
             y[j] = *(const float4 *)(tile + token(j) * PITCH_OF_SUMS + first_row(j));
     }
     __device__ void write_partial(float4 *partial) const {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) partial[index(j)] = y[j];
+        for (int j = 0; j < PART_QUADS; j++) partial[index(j)] = y[j];
     }
     __device__ void clear() {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) y[j] = make_float4(0, 0, 0, 0);
+        for (int j = 0; j < PART_QUADS; j++) y[j] = make_float4(0, 0, 0, 0);
     }
-    __device__ void add(const float4 other[EACH]) {
+    __device__ void add(const float4 other[PART_QUADS]) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < PART_QUADS; j++) {
             y[j].x += other[j].x, y[j].y += other[j].y;
             y[j].z += other[j].z, y[j].w += other[j].w;
         }
     }
     __device__ void add_partial(const float4 *partial) {
-        float4 other[EACH];
+        float4 other[PART_QUADS];
 #pragma unroll
-        for (int j = 0; j < EACH; j++) other[j] = partial[index(j)];
+        for (int j = 0; j < PART_QUADS; j++) other[j] = partial[index(j)];
         add(other);
     }
 
-    // Stores the tile whose first row and token are `row` and t0 to p.out (T, p.w.rows).
+    // Stores the tile whose first row and token are `row` and t0 to out (T, rows) of product p.
     __device__ void store(const Product &p, int row, int t0, int T) {
         const int rows = p.w.rows;
         float *out = p.out + (size_t)t0 * rows + row;
         if (rows % 4) return store_unaligned(p, row, t0, T);
-        float4 before[EACH]; // all are loaded before the first is stored
+        float4 before[PART_QUADS]; // all are loaded before the first is stored
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < PART_QUADS; j++) {
             bool needed = p.accumulate && t0 + token(j) < T && row + first_row(j) < rows;
             before[j] = needed ? *(const float4 *)(out + (size_t)token(j) * rows + first_row(j))
                                : make_float4(0, 0, 0, 0);
         }
         add(before);
 #pragma unroll
-        for (int j = 0; j < EACH; j++)
+        for (int j = 0; j < PART_QUADS; j++)
             if (t0 + token(j) < T && row + first_row(j) < rows)
                 *(float4 *)(out + (size_t)token(j) * rows + first_row(j)) = y[j];
     }
 
     // Does the same where a quad may cross the end of a row or is not aligned.
     __device__ void store_unaligned(const Product &p, int row, int t0, int T) const {
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < PART_QUADS; j++) {
             const float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
             int t = t0 + token(j), r = row + first_row(j);
             for (int i = 0; i < 4 && t < T && r + i < p.w.rows; i++)
@@ -437,12 +438,14 @@ template <int R, int TOKENS> struct SumQuads {
     // Stores SwiGLU of the tile's lower half, the gate, and its upper half.
     __device__ void store_gated(const Product &p, int row, int t0, const TilePlan &plan) const {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < PART_QUADS; j++) {
             float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
             int t = t0 + token(j), r = row + first_row(j);
             size_t at = (size_t)t * p.w.rows + r;
+            // Lanes of the lower half receive `up` from the lane R / 8 higher, whose quad is R / 2
+            // rows further.
 #pragma unroll
-            for (int i = 0; i < 4; i++) // the lower half's lanes receive `up` of row + R / 2
+            for (int i = 0; i < 4; i++)
                 four[i] = swiglu(four[i], __shfl_xor_sync(ALL_LANES, four[i], R / 8));
             if (first_row(j) >= R / 2 || t >= plan.T || r >= p.w.rows) continue;
             if (p.w.rows % 4 == 0) store_four_with_copy(p.out, plan.half_copy, at, four);

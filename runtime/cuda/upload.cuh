@@ -21,8 +21,9 @@ static MatBytes bytes_of(const Mat *m) {
     }
 }
 
-// Returns bytes_of(m), rounded up so that the next matrix is aligned. The values of matrices that
-// has_units accepts follow each other without a gap: their rows are multiples of 16 bytes.
+// Returns bytes_of(m), rounded up so that the next matrix is aligned. Rounding adds no gap after
+// the values of a matrix that has_units accepts: its rows are multiples of 16 bytes. So join_rows
+// can join wq, wk and wv, and w1 and w3, without a copy.
 static MatBytes aligned_bytes_of(const Mat *m) {
     MatBytes bytes = bytes_of(m);
     auto round_up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
@@ -34,8 +35,8 @@ static bool is_supported(Type type) {
            || type == INT8_GROUPS;
 }
 
-// Returns every matrix once, in the order of their data in c->weights. Skips the output matrix if
-// it is tied to the embedding.
+// Returns every matrix (norms and biases too) once, in the order of their data in c->weights. Skips
+// the output matrix if it is tied to the embedding, and biases and norms that the model lacks.
 static std::vector<Mat *> matrices(Weights *w, int n_layers) {
     std::vector<Mat *> all = {&w->token_embedding, &w->norm};
     if (w->output.data != w->token_embedding.data) all.push_back(&w->output);
@@ -67,7 +68,7 @@ static char *next_buffer(Upload *u) {
     return u->buffers[u->current];
 }
 
-// Starts the copy of n bytes of the current buffer, from `from` to device memory `to`.
+// Starts the copy of n bytes to device memory `to`. `from` points into the current buffer.
 static void send(Upload *u, void *to, const char *from, size_t n) {
     CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->stream));
     CUDA(cudaEventRecord(u->copied[u->current], u->stream));
@@ -120,15 +121,16 @@ static const char *upload(Cuda *c, Weights *w) {
     Upload u = {};
     u.stream = c->stream;
     char *values = (char *)c->weights, *scales = values + c->values_bytes;
-    bool is_tied = w->output.data == w->token_embedding.data;
+    bool is_tied = w->output.data == w->token_embedding.data; // the loop below changes the latter
     for (int i = 0; i < 2; i++) {
         u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);
         CUDA(cudaEventCreateWithFlags(&u.copied[i], cudaEventDisableTiming));
     }
     bool ok = u.buffers[0] && u.buffers[1];
+    // Uploads nothing if the buffers could not be pinned.
     for (Mat *m : ok ? matrices(w, c->config.n_layers) : std::vector<Mat *>()) {
         MatBytes bytes = aligned_bytes_of(m);
-        c->uploaded->push_back({m, *m});
+        c->uploaded->push_back({m, *m}); // close restores the host's Mat
         upload_matrix(&u, values, scales, m);
         values += bytes.values, scales += bytes.scales;
     }
