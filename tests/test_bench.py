@@ -52,6 +52,7 @@ def test_unknown_shapes_are_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "16M" in done.stderr and "15M" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_table_beside_a_peer(run_bin, models, tmp_path):
     """A peer of known speed: ratios are to the better of two, results stay, and whoever fails is named."""
     for name, decode in ("slow", 1.0), ("fast", 2.0):
@@ -76,6 +77,7 @@ def test_a_table_beside_a_peer(run_bin, models, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "reads no bf16" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_plain_pytorch(tmp_path):
     """bench/same_loss.py, which needs no more than a few steps to tell: other weights differ by a tenth at once."""
     done = bench("same_loss.py", "--data=stories:200", f"--cache={tmp_path / 'cache'}", "--steps=5", "--seeds=1", "--dim=32",

@@ -457,8 +457,9 @@ for step in range(1, 10000):
 """
 
 
-def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary):
-    for attempt in range(6):
+@pytest.mark.parametrize("times", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary, times):
+    for attempt in range(times):
         out = tmp_path / str(attempt)
         script = KILLED.format(root=str(ROOT), out=str(out), vocabulary=str(vocabulary))
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -196,6 +196,7 @@ def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
         assert run(runcuda_bin, *args, CUDA_ON_CPU_SHARED=str(most)).stdout == expected
 
 
+@pytest.mark.slow
 def test_the_bench_waits_for_what_it_times(runcuda_bin, tmp_path):
     Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=64).write_gguf(tmp_path / "m.gguf")
     found = json.loads(run(runcuda_bin, tmp_path / "m.gguf", "--bench", "--json", "-n", 2).stdout)

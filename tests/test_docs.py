@@ -167,7 +167,7 @@ def run_page(page, clone, **variables):
     assert done.returncode == 0, done.stdout
 
 
-LONG_PAGES = {"README.zh.md", *(f"doc/{name}.md" for name in ("data", "instruments", "models", "tracking", "training"))}  # `make test-long` runs them
+LONG_PAGES = {"README.zh.md", *(f"doc/{name}.md" for name in ("data", "instruments", "models", "start", "tracking", "training"))}  # `make test-long` runs them
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.slow if page in LONG_PAGES else ()) for page in PAGES])

@@ -585,7 +585,8 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
     assert sorted(run.iterdir()) == sorted(before + [run / name for name in files])
 
 
-@pytest.mark.parametrize("format, first", [("v0", "model.bin"), ("v2", "model.bin"), ("hf", "hf/model.safetensors")])
+@pytest.mark.parametrize("format, first", [
+    pytest.param("v0", "model.bin", marks=pytest.mark.slow), ("v2", "model.bin"), ("hf", "hf/model.safetensors")])
 def test_full_disk_leaves_every_file_of_an_earlier_export(format, first, tmp_path, vocabulary, monkeypatch):
     """The first file of the new export fits on the disk, a later one does not: here no file may grow beyond the first."""
     model = build(dim=2, n_layers=1, n_heads=1, hidden_dim=2, max_seq_len=8)

@@ -280,7 +280,7 @@ def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypat
     assert "the checkpoint does not restore the optimizer's state " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode, words", [("overfit", "PASS"), ("dry_run", "dry run: all worked"), ("lr_find", "to copy: --learning_rate="),
+@pytest.mark.parametrize("mode, words", [("overfit", "PASS"), ("dry_run", "dry run: all worked"), pytest.param("lr_find", "to copy: --learning_rate=", marks=pytest.mark.slow),
                                          ("profile", "the ten largest ops")])
 def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, folder, mode, words):
     assert trainer(minutes=0.2, out_dir="out/timed", **{mode: 1 if mode == "overfit" else True}) == 0

@@ -944,6 +944,7 @@ def test_malformed_runs_are_marked_and_do_not_hide_others(tmp_path):
         assert done.stdout.count("\n") > 30 and all(f"\nout/plain{n} " in done.stdout for n in range(3))
 
 
+@pytest.mark.slow
 def test_malformed_runs_are_drawn_in_a_browser(tmp_path, browser):
     odd_runs(tmp_path)
     for n, value in enumerate(('3', '"x"', '[1]', '[[1, 2], ["a"]]', '{"a": 1}', "[[1]]")):

@@ -365,7 +365,8 @@ def alarms(start, folder, kind, count, **given):
 
 
 @pytest.mark.parametrize("kind, count, vocabulary, shape", [
-    (kind, count, vocabulary, shape) for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
+    pytest.param(kind, count, vocabulary, shape, marks=[pytest.mark.slow] * (vocabulary == "char"))
+    for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
     for count, vocabulary in (((1, 3)[number % 2], "byte"), ((2, 1, 297)[number % 3], "char"))])
 def test_no_false_alarm_of_a_text_of_few_letters(kind, count, vocabulary, shape, start, folder):
     for seed in (0, 1):
@@ -432,6 +433,7 @@ def test_a_rate_a_hundred_times_too_high(given, start):
     assert warned(done, "rate"), done.all
 
 
+@pytest.mark.slow
 def test_a_presets_own_rate_is_not_too_high(start):
     """That of the short one, the highest of all: after a first fall the loss of the trial's batch rises by as much as 1."""
     preset = runpy.run_path(str(ROOT / "config/shakespeare_short.py"))

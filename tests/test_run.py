@@ -590,7 +590,7 @@ def test_same_text_as_llama2c(run_bin, small_model, flags):
 
 # ---- threads
 
-@pytest.mark.parametrize("threads", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
 def test_the_thread_pool_does_every_item_once(tmp_path, threads):
     """Steps follow each other so fast that workers still look at the last one while the next is prepared."""
     program = compile_c(tmp_path / "thread_pool", "-O3", "tests/thread_pool.c", *KERNELS)

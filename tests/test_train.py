@@ -365,7 +365,8 @@ def alone(folder):
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--log_extras=noise_scale"])])
+@pytest.mark.parametrize("processes, more", [
+    (4, []), pytest.param(3, ["--fsdp=True", "--log_extras=noise_scale"], marks=pytest.mark.slow)])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
     for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
@@ -403,6 +404,7 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
     assert done.returncode and "process 1 does not see it; give a --cache that all machines share" in line
 
 
+@pytest.mark.slow
 def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
     """Three matrices among two processes, which are asked to split even so few."""
     script = tmp_path / "shares.py"
