@@ -1,10 +1,11 @@
 """
-Measure the peak memory of `export.py FOLDER` for several sizes of a Hugging Face folder: random
-bfloat16 weights, saved in shards by transformers, written as GGUF.
+Measure the peak memory and the time of `export.py FOLDER` for Hugging Face models of several sizes.
+transformers saves random bfloat16 weights in shards; export.py writes them as GGUF.
 
     python bench/load.py --shapes=15M,110M,1.1B --dtypes=bf16,q8_0
 
-Needs transformers, and disk space for one folder and file at a time; both are removed.
+This needs transformers, and disk space for one model and its GGUF file. Each model is removed before
+the next one is made.
 """
 import subprocess
 import sys
@@ -17,60 +18,80 @@ from bench.models import SHAPES, vocabulary
 from configurator import configure, fail
 from engine.training.costs import num_params
 
-shapes = "15M,42M,110M,1.1B"  # of bench/models.py
-dtypes = "bf16,q8_0"          # of the GGUF files
-folder = "cache"              # in it a folder is made for the models, and removed at the end
-shard = "500MB"               # max size of a file of the folder
+shapes = "15M,42M,110M,1.1B"  # model shapes, from bench/models.py
+dtypes = "bf16,q8_0"          # formats of the GGUF files
+folder = "cache"              # parent of the temporary folders, one for each model
+shard = "500MB"               # max size of a weights file in the Hugging Face folder
 
 MAKE = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 d, f, n, h, k, v, c, tied = map(int, sys.argv[3:])
-config = LlamaConfig(hidden_size=d, intermediate_size=f, num_hidden_layers=n, num_attention_heads=h, num_key_value_heads=k,
-                     vocab_size=v, max_position_embeddings=c, tie_word_embeddings=bool(tied), dtype=torch.bfloat16)
+config = LlamaConfig(hidden_size=d, intermediate_size=f, num_hidden_layers=n,
+                     num_attention_heads=h, num_key_value_heads=k,
+                     vocab_size=v, max_position_embeddings=c,
+                     tie_word_embeddings=bool(tied), dtype=torch.bfloat16)
 torch.set_default_dtype(torch.bfloat16)
 LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size=sys.argv[2])
+"""
+PEAK = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
 """
 
 
 def make(path, args):
-    """Write the folder in another process, so that its memory does not count here."""
-    numbers = (args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads, args.vocab_size, args.max_seq_len, args.tied)
-    done = subprocess.run([sys.executable, "-c", MAKE, path, shard, *(str(int(n)) for n in numbers)], capture_output=True, text=True)
+    """
+    Write a Hugging Face folder with random weights to `path`. args: the ModelArgs. Another process
+    builds the model, so that this process stays small.
+    """
+    numbers = (args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads,
+               args.vocab_size, args.max_seq_len, args.tied)
+    words = [str(int(number)) for number in numbers]
+    command = [sys.executable, "-c", MAKE, path, shard, *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        fail(f"transformers could not make {path}: {(done.stderr.splitlines() or [''])[-1]}")
+        reason = (done.stderr.splitlines() or [""])[-1]
+        fail(f"transformers could not make {path}: {reason}")
     vocabulary(args.vocab_size).save(path / "tokenizer.model")
 
 
 def measure(command):
     """
-    Return (peak MiB, seconds) of a command. A process between this and the command keeps the peaks of
-    earlier commands out.
+    Return (peak MiB, seconds) of a command. ru_maxrss is the max over all children of a process, so
+    a new process runs each command: the peaks of earlier commands do not count.
     """
-    code = ("import resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode; "
-            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)")
+    words = [sys.executable, "-c", PEAK, *map(str, command)]
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         fail(done.stderr.strip())
-    return int(done.stdout) / 1024, time.perf_counter() - start
+    return int(done.stdout) / 1024, time.perf_counter() - start  # Linux has ru_maxrss in KiB
 
 
 def main():
     root = Path(__file__).resolve().parents[1]
     empty, _ = measure([sys.executable, root / "export.py", "--help"])
-    print(f"{'shape':<8}{'parameters':>14}{'GGUF':>7}{'largest tensor, MiB':>21}{'peak, MiB':>11}{'seconds':>9}")
+    print(f"{'shape':<8}{'parameters':>14}{'GGUF':>7}"
+          f"{'largest tensor, MiB':>21}{'peak, MiB':>11}{'seconds':>9}")
     print(f"{'(imports alone)':<50}{empty:>11.0f}")
     for shape in shapes.split(","):
-        args = SHAPES[shape] if shape in SHAPES else fail(f"{shape}: no such shape; expected {', '.join(SHAPES)}")
+        if shape not in SHAPES:
+            fail(f"{shape}: no such shape; expected {', '.join(SHAPES)}")
+        args = SHAPES[shape]
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"load_{shape}_") as name:
             path = Path(name)
             make(path, args)
             for dtype in dtypes.split(","):
-                peak, seconds = measure([sys.executable, root / "export.py", path, f"--dtype={dtype}"])
-                largest = 4 * max(args.vocab_size, args.hidden_dim) * args.dim / 2 ** 20  # as float32
-                print(f"{shape:<8}{num_params(args):>14,}{dtype:>7}{largest:>21.0f}{peak:>11.0f}{seconds:>9.1f}", flush=True)
+                export = [sys.executable, root / "export.py", path, f"--dtype={dtype}"]
+                peak, seconds = measure(export)
+                largest = max(args.vocab_size, args.hidden_dim) * args.dim  # elements
+                largest_mib = 4 * largest / 2 ** 20  # in float32
+                print(f"{shape:<8}{num_params(args):>14,}{dtype:>7}"
+                      f"{largest_mib:>21.0f}{peak:>11.0f}{seconds:>9.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """
-Measure the peak memory of train.py: steps alone; with evaluations, instruments, samples,
+Measure the peak memory of train.py: with its steps alone; with evaluations, instruments, samples,
 checkpoints and exports; and with W&B too.
 
     python bench/memory.py                                        table of three shapes
-    python bench/memory.py --only="--data=my.txt --batch_size=4"  of this command line of train.py
+    python bench/memory.py --only="--data=my.txt --batch_size=4"  these options of train.py instead
 
-Every figure is of a separate process that runs train.py's main. For the steps alone, everything
-else that the loop calls is replaced by functions that do nothing. Each process reads the whole
-prepared text once, which is mapped from its file, as a longer run does. On a GPU the figure is the
-peak of its tensors, else that of the process: including its code, and the model file at the end,
-which W&B's client maps to hash it.
+A separate process runs train.py for each figure. For the steps alone, no-ops replace everything
+else that the training loop calls. Each process reads all of the memory-mapped data once, as a
+longer run does, so that its pages count in every figure. On a GPU the figure is the peak memory of
+the tensors. On a CPU it is the peak resident memory of the process, which includes its code and the
+model file that W&B's client maps at the end to hash it.
 """
 import os
 import subprocess
@@ -21,22 +21,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure, fail
 from engine.training import distributed, hardware
 
-vocab_source = "llama2"  # of the stories15M shapes: a vocabulary of 32,000
-steps = 6                # of a run; every second has an evaluation and a checkpoint
-most = 1.10              # max ratio of the peak without W&B to that of the steps alone, else exit 1
+vocab_source = "llama2"  # tokenizer of the stories15M shapes; needs a vocabulary of 32,000
+steps = 6                # steps of each run, which evaluates and saves at every second step
+most = 1.10              # max ratio of the peak without W&B to the peak of the steps alone; the
+                         # exit code is 1 above it
 wandb = True             # measure with W&B too
-only = ""                # a command line of train.py to measure instead
-worker = ""              # internal: run train.py's main as one of KINDS
+only = ""                # options of train.py to measure instead of the three shapes
+worker = ""              # internal: measure train.py in this process, as one of KINDS
 
-STORIES = f"{Path(__file__).resolve().parents[1]}/config/stories15M.py --data=stories:2000 --compile=False " \
-          "--gradient_accumulation_steps=1"
+PRESET = Path(__file__).resolve().parents[1] / "config/stories15M.py"
+STORIES = f"{PRESET} --data=stories:2000 --compile=False --gradient_accumulation_steps=1"
 KINDS = ("steps", "all", "wandb")
 SHAPES = {"the defaults": "", "stories15M, 8 x 256": f"{STORIES} --batch_size=8",
           "stories15M, 2 x 1024": f"{STORIES} --batch_size=2 --max_seq_len=1024"}
 
 
 class Blind:
-    """UpdateNorms that measure nothing."""
+    """Replacement for UpdateNorms that measures nothing."""
 
     def __init__(self, model, watch):
         self.wanted, self.take = False, dict
@@ -46,15 +47,24 @@ class Blind:
 
 
 def work(words):
-    """Run train.py's main with its command line; print the peak in bytes as last line."""
+    """
+    Run train.py with the options `words`, as the kind in `worker`. The last line that this prints
+    is the peak memory in bytes.
+    """
     import train
     if worker == "steps":
-        train.assess, train.data_rows, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: {}, Blind
+        train.assess = lambda *_: {"loss/val": 0.0}
+        train.data_rows = lambda _: {}
+        train.UpdateNorms = Blind
         train.save = train.conclude = lambda *_: None
+
     class Read(train.Dataset):
+        """Dataset that reads all tokens once, so that their pages are in memory."""
+
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
-            self.train.max(), self.val.max()
+            self.train.max()
+            self.val.max()
 
     train.Dataset = Read
     train.start(configure(vars(train), argv=words))
@@ -62,13 +72,19 @@ def work(words):
 
 
 def peak(kind, words, folder):
-    """Return the peak in bytes of train.py with these words, in a new out_dir."""
-    words = [*words, f"--max_iters={steps}", "--eval_interval=2", "--log_interval=1", "--warmup_iters=1", "--eval_iters=2",
-             f"--out_dir={folder}/{kind}", f"--wandb_log={kind == 'wandb'}"]
-    done = subprocess.run([sys.executable, __file__, f"--worker={kind}", "--", *words], capture_output=True, text=True,
-                          env=os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": folder})
+    """
+    Return the peak memory in bytes of train.py. kind: one of KINDS. words: options of train.py.
+    folder: parent of the out_dir and of W&B's files.
+    """
+    words = [*words, f"--max_iters={steps}", "--eval_interval=2", "--log_interval=1",
+             "--warmup_iters=1", "--eval_iters=2", f"--out_dir={folder}/{kind}",
+             f"--wandb_log={kind == 'wandb'}"]
+    command = [sys.executable, __file__, f"--worker={kind}", "--", *words]
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": folder}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
-        fail(f"train.py {' '.join(words)}: ended with code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+        reason = done.stderr.strip().splitlines()[-1]
+        fail(f"train.py {' '.join(words)}: ended with code {done.returncode}: {reason}")
     return int(done.stdout.split()[-1])
 
 
@@ -79,9 +95,10 @@ def main():
     for name, words in ({only: only} if only else SHAPES).items():
         words = words.split() + [f"--vocab_source={vocab_source}"] * ("stories15M.py" in words)
         with tempfile.TemporaryDirectory() as folder:
-            alone, together, *tracked = (peak(kind, words, folder) / 2 ** 20 for kind in KINDS[:2 + wandb])
-        print(f"| {name} | {alone:.0f} |" + "".join(f" {more:.0f} | {more / alone:.2f} |" for more in (together, *tracked)),
-              flush=True)
+            kinds = KINDS[:2 + wandb]
+            alone, together, *tracked = (peak(kind, words, folder) / 2 ** 20 for kind in kinds)
+        cells = [f" {more:.0f} | {more / alone:.2f} |" for more in (together, *tracked)]
+        print(f"| {name} | {alone:.0f} |" + "".join(cells), flush=True)
         worst = max(worst, together / alone)
     sys.exit(worst > most)
 

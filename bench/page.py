@@ -1,15 +1,15 @@
 """
-Measure how much a watched page slows down a training: the same training alone and beside a page
-with a reader, in turns.
+Measure how much page.py slows down a training that a browser watches. The same training runs alone
+and watched, in turns.
 
     python bench/page.py                                         five pairs with the defaults
-    python bench/page.py --rounds=9 --only="--dim=128"           of this command line of train.py
+    python bench/page.py --rounds=9 --only="--dim=128"           add these options to train.py's
 
-The reader does what a browser does with one run: it fetches the run's details and two curves, then
-the live events, and the curves again every ten seconds. The browser's own drawing is not included;
-it may run on another machine. Each pair prints the seconds of the steps alone over those watched
-(0.99: the training keeps 99 % of its speed), and the CPU seconds of the page per minute. The
-machine must be idle otherwise.
+A reader makes the requests of a browser that shows one run: it receives the live events, and
+fetches the run's details and two curves every ten seconds. The browser's drawing is not measured,
+because it may happen on another machine. Each pair prints the training's speed watched divided by
+its speed alone (at 0.99 the training keeps 99 % of its speed), and the CPU seconds that the page
+uses per minute. The machine must be idle otherwise.
 """
 import http.client
 import os
@@ -27,23 +27,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import compare
 from configurator import configure, fail
 
-rounds = 5      # pairs
-steps = 1000    # of each training
-only = ""       # more of train.py's command line
+rounds = 5      # number of pairs: one training alone, one watched
+steps = 1000    # steps of each training
+only = ""       # more options for train.py
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Watched:
-    """A page on a folder of runs, and a reader of one of them, while the block runs."""
+    """
+    Context manager that runs page.py and a reader of one run while its block runs.
+
+    folder: the working directory of page.py, whose subfolder "out" has the runs. run: path of the
+    watched run, relative to `folder`. After the block, `events` is the number of live events about
+    runs that the reader received, and `share` the CPU seconds that the page used per minute.
+    """
 
     def __init__(self, folder, run):
-        self.folder, self.run, self.ended, self.events = folder, run, threading.Event(), 0
+        self.folder, self.run = folder, run
+        self.ended, self.events = threading.Event(), 0
 
     def __enter__(self):
-        self.page = subprocess.Popen([sys.executable, ROOT / "page.py", "out", "--port=0"], cwd=self.folder, text=True,
-                                     stdout=subprocess.PIPE)
-        self.port, self.token = re.search(r":(\d+)/\?token=(.+)", self.page.stdout.readline()).groups()
+        command = [sys.executable, ROOT / "page.py", "out", "--port=0"]
+        self.page = subprocess.Popen(command, cwd=self.folder, text=True, stdout=subprocess.PIPE)
+        address = self.page.stdout.readline()
+        self.port, self.token = re.search(r":(\d+)/\?token=(.+)", address).groups()
         self.begin, self.before = time.monotonic(), self.processor()
         for work in self.listen, self.look:
             threading.Thread(target=work, daemon=True).start()
@@ -56,22 +64,26 @@ class Watched:
         self.page.wait()
 
     def processor(self):
-        """Return the CPU seconds that the page has used."""
+        """Return the CPU seconds that the page has used so far."""
         words = Path(f"/proc/{self.page.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def get(self, path, **query):
+        """Request a path from the page; return the response."""
         connection = http.client.HTTPConnection("127.0.0.1", int(self.port), timeout=60)
-        connection.request("GET", f"/{path}?{urlencode(query)}", headers={"Authorization": f"Bearer {self.token}"})
+        headers = {"Authorization": f"Bearer {self.token}"}
+        connection.request("GET", f"/{path}?{urlencode(query)}", headers=headers)
         return connection.getresponse()
 
     def listen(self):
+        """Receive the live events and count those about runs, until the block ends."""
         for line in self.get("api/live"):
             self.events += line.startswith(b"data: ") and b'"run"' in line
             if self.ended.is_set():
                 return
 
     def look(self):
+        """Fetch the run's details and two curves every ten seconds, until the block ends."""
         while not self.ended.wait(10):
             self.get("api/run", run=self.run).read()
             for metric in "loss/train", "loss/val":
@@ -80,11 +92,14 @@ class Watched:
 
 def train(folder, number):
     """
-    Return the seconds that a training's steps took, as logged: without start, evaluations and
-    checkpoints.
+    Run train.py in `folder`, with out/NUMBER as its out_dir. Return the sum, in milliseconds, of
+    the logged step times (perf/iter_ms) after the first row. These times leave out startup,
+    evaluations and checkpoints.
     """
-    words = [f"--out_dir=out/{number}", f"--max_iters={steps}", "--init_from=scratch", *only.split()]
-    done = subprocess.run([sys.executable, ROOT / "train.py", *words], cwd=folder, capture_output=True, text=True)
+    words = [f"--out_dir=out/{number}", f"--max_iters={steps}", "--init_from=scratch",
+             *only.split()]
+    command = [sys.executable, ROOT / "train.py", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         fail(f"train.py {' '.join(words)}: {done.stderr.strip().splitlines()[-1]}")
     run = compare.read_run(folder / "out" / str(number))
@@ -93,20 +108,25 @@ def train(folder, number):
 
 def main():
     if not Path("/proc/self/stat").exists():
-        fail("processor time is read from /proc: this measures on Linux")
+        fail("/proc/self/stat is missing, from which CPU time is read; run this on Linux")
     with tempfile.TemporaryDirectory() as name:
         folder, ratios, shares = Path(name), [], []
         (folder / "out").mkdir()
-        train(folder, "first")  # prepares the data
+        train(folder, "first")  # warm-up: prepares the data
         for n in range(rounds):
+            # Alternate which of the two comes first: a drift of the machine's speed averages out.
             alone = None if n % 2 else train(folder, f"alone{n}")
             with Watched(folder, f"out/watched{n}") as watched:
                 beside = train(folder, f"watched{n}")
-            ratios.append((alone or train(folder, f"alone{n}")) / beside)
+            if alone is None:
+                alone = train(folder, f"alone{n}")
+            ratios.append(alone / beside)
             shares.append(watched.share)
-            print(f"pair {n + 1}: speed watched / alone {ratios[-1]:.4f}; the page {shares[-1]:.2f} s of processor time a "
-                  f"minute, {watched.events} live events", flush=True)
-    print(f"median: {statistics.median(ratios):.4f}; the page {statistics.median(shares):.2f} s of processor time a minute")
+            print(f"pair {n + 1}: speed watched / alone {ratios[-1]:.4f}; the page uses "
+                  f"{shares[-1]:.2f} s of CPU time per minute; {watched.events} live events",
+                  flush=True)
+    print(f"median: {statistics.median(ratios):.4f}; the page uses "
+          f"{statistics.median(shares):.2f} s of CPU time per minute")
 
 
 if __name__ == "__main__":
