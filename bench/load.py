@@ -4,8 +4,8 @@ transformers saves random bfloat16 weights in shards; export.py writes them as G
 
     python bench/load.py --shapes=15M,110M,1.1B --dtypes=bf16,q8_0
 
-This needs transformers, and disk space for one model and its GGUF file. Each model is removed before
-the next one is made.
+This needs transformers, and disk space for one model and its GGUF file. Each model is removed
+before the next one is made.
 """
 import subprocess
 import sys
