@@ -1,12 +1,12 @@
 """
-Compute memory and communication of one process of many from the model's parameters: the tables of
-doc/lab/scaling.md.
+Predict the memory and the traffic of each process in distributed training, from the model's number
+of parameters. The output is the tables of doc/lab/scaling.md.
 
     python bench/scaling.py                             shapes 15M to 70B on 8 and 64 processes
     unshare -rn python bench/scaling.py --measure=True  compare with a measurement (Linux)
 
-The measurement counts bytes through the loopback device of a separate network namespace, and the
-growth of resident memory, for a small shape.
+The measurement trains a small shape with two processes. It counts the bytes through the loopback
+device of a separate network namespace, and the growth of resident memory.
 """
 import os
 import subprocess
@@ -23,55 +23,81 @@ from engine.training.costs import num_params
 from model import ModelArgs, Transformer
 from optim import Muon, OptimizerConfig, make_optimizer
 
-processes = "8,64"          # numbers of processes, a table each
+processes = "8,64"          # numbers of processes, separated by commas; prints tables for each
 measure = False             # train a small shape with two processes and compare
-rank_of = ""                # internal: be a process of --measure: ddp or fsdp, and the optimizer
+rank_of = ""                # internal, a process of --measure: "ddp" or "fsdp", then the optimizer
 
-SHAPES = {  # 15M and 110M: llama2.c's; others: Llama 3's configurations, with context 8192
+LLAMA3 = dict(n_kv_heads=8, vocab_size=128256)
+SHAPES = {  # 15M and 110M are llama2.c's; the others are Llama 3's
     "15M": dict(dim=288, n_layers=6, n_heads=6, vocab_size=32000),
     "110M": dict(dim=768, n_layers=12, n_heads=12, vocab_size=32000),
-    "1B": dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, vocab_size=128256),
-    "8B": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256, tied=False),
-    "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256, tied=False),
+    "1B": dict(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192, **LLAMA3),
+    "8B": dict(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336, tied=False, **LLAMA3),
+    "70B": dict(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672, tied=False, **LLAMA3),
 }
+# The shape, steps and batch size of --measure. Few tokens keep the activations negligible.
 SMALL = dict(dim=512, n_layers=8, n_heads=8, vocab_size=4096, max_seq_len=32)
-STEPS, SEQUENCES = 5, 2     # of --measure: few tokens, so that activations are negligible
+STEPS = 5
+SEQUENCES = 2
 
 
 def count(shape):
     """
-    Return the numbers of parameters: of the model, of one block, of matrices for Muon, and of those
-    that Muon orthogonalizes at once.
+    Return four numbers of parameters: of the model, of one block, of the matrices that Muon
+    updates, and of the matrices that Muon orthogonalizes at a time.
     """
     with torch.device("meta"):
         model = Transformer(ModelArgs(**shape))
     block = sum(p.numel() for p in model.layers[0].parameters())
     shapes = Counter(p.shape for p in model.layers.parameters() if p.dim() == 2)
-    at_once = max(min(many * s.numel(), max(s.numel(), Muon.MAX_CHUNK)) for s, many in shapes.items())
-    return num_params(model.args), block, sum(many * s.numel() for s, many in shapes.items()), at_once
+    matrices = 0
+    at_once = 0
+    for matrix_shape, n_matrices in shapes.items():
+        total = n_matrices * matrix_shape.numel()
+        chunk = max(matrix_shape.numel(), Muon.MAX_CHUNK)  # a chunk holds at least one matrix
+        matrices += total
+        at_once = max(at_once, min(total, chunk))
+    return num_params(model.args), block, matrices, at_once
 
 
 def predict(shape, world, sharded, optimizer):
     """
-    Return {"weights", "gradients", "optimizer", "in passing", "sent"}: bytes of one process, without
-    activations. "in passing" are temporary buffers; "sent" is for a step of one micro-batch with ring
-    algorithms. Everything is float32, as in train.py.
+    Predict the memory and the traffic of one of `world` processes, in bytes.
+
+    Return {"weights", "gradients", "optimizer", "in passing", "sent"}. "in passing" is the size of
+    temporary buffers, without activations. "sent" is the traffic of a step of one micro-batch, with
+    ring algorithms. All tensors are float32 (4 bytes an element), as in train.py.
     """
     n, block, matrices, at_once = count(shape)
-    state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)  # AdamW: two moments; Muon: one for matrices
-    part, ring = (1 / world if sharded else 1), (world - 1) / world
-    root = n - block * ModelArgs(**shape).n_layers
-    passing, sent = 0, ring * 4 * 2 * n
-    if sharded:  # gathered: root, block and next block; gradients of a block
-        passing, sent = 4 * (2 * root + 3 * block), ring * 4 * (3 * n - root)
-    if optimizer == "muon":  # about four copies of the matrices being orthogonalized
+    # AdamW keeps two moments of each parameter. Muon keeps one for its matrices.
+    state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)
+    part = 1 / world if sharded else 1
+    ring = (world - 1) / world
+    root = n - block * ModelArgs(**shape).n_layers  # parameters outside the blocks
+    if sharded:
+        # The buffers hold the gathered weights of the root, of the current block and of the next
+        # block, and the gradients of the root and of one block.
+        passing = 4 * (2 * root + 3 * block)
+        sent = ring * 4 * (3 * n - root)
+    else:
+        passing = 0
+        sent = ring * 4 * 2 * n
+    if optimizer == "muon":
+        # The iteration needs about four copies of the matrices that it orthogonalizes at a time.
         passing = max(passing, 4 * 4 * at_once)
-        sent += ring * 4 * matrices * sharded  # gathers whole matrices
-    return {"weights": 4 * n * part, "gradients": 4 * n * part, "optimizer": state * part, "in passing": passing,
-            "sent": sent}
+        if sharded:
+            sent += ring * 4 * matrices  # gathers whole matrices
+    return {
+        "weights": 4 * n * part,
+        "gradients": 4 * n * part,
+        "optimizer": state * part,
+        "in passing": passing,
+        "sent": sent,
+    }
 
 
 def size(n):
+    """Return n bytes as text, such as "1.5 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             return f"{n:.3g} {unit}" if n < 100 else f"{n:.0f} {unit}"
@@ -79,43 +105,57 @@ def size(n):
 
 
 def table(world, optimizer):
+    """Print the prediction for each shape on `world` processes, with DDP and with FSDP2."""
     print(f"\n{optimizer}, {world} processes:\n")
-    print("| shape | parameters | | weights | gradients | optimizer | in passing | together | sent in a step |")
+    print("| shape | parameters | | weights | gradients | optimizer | in passing | together "
+          "| sent in a step |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, shape in SHAPES.items():
         for sharded in (False, True):
-            p = predict(shape, world, sharded, optimizer)
-            together = sum(p.values()) - p["sent"]
-            cells = [name, f"{count(shape)[0]:,}", "FSDP2" if sharded else "DDP", *map(size, list(p.values())[:4]),
-                     size(together), size(p["sent"])]
+            predicted = predict(shape, world, sharded, optimizer)
+            sent = predicted.pop("sent")
+            memory = list(predicted.values())
+            cells = [name, f"{count(shape)[0]:,}", "FSDP2" if sharded else "DDP"]
+            cells += map(size, [*memory, sum(memory), sent])
             print("| " + " | ".join(cells) + " |")
 
 
 def loopback():
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split()[1])
+    """Return the number of bytes that the loopback device has received."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[1])
+    raise RuntimeError("/proc/net/dev has no loopback device")
 
 
-def resident(what="VmRSS"):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what + ":"))
-    return int(line.split()[1]) * 1024
+def resident():
+    """Return the resident memory of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no line VmRSS")
 
 
 def one_rank(kind, optimizer):
-    """Train a few steps; print the growth of this process's memory and the bytes sent."""
+    """
+    Train a few steps. Print the memory growth of the first process and the traffic of the last step
+    per process, in bytes.
+    """
     torch.set_num_threads(1)
-    place = distributed.setup("cpu")
+    device = distributed.setup("cpu")
     torch.manual_seed(0)
     x = torch.randint(0, SMALL["vocab_size"], (SEQUENCES, SMALL["max_seq_len"]))
-    warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))  # excludes what libraries allocate once
+    # Libraries allocate some memory at their first use. A tiny model excludes it from the growth.
+    warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))
     warm(x, x)[1].backward()
     del warm
     before = resident()
-    model = Transformer(ModelArgs(**SMALL)).to(place)
+    model = Transformer(ModelArgs(**SMALL)).to(device)
     if kind == "fsdp":
         distributed.shard(model)
     opt = make_optimizer(model, OptimizerConfig(optimizer, 1e-3))
-    wrapped, sent = distributed.wrap(model), 0
+    wrapped = distributed.wrap(model)
+    sent = 0
     for step in range(STEPS):
         torch.distributed.barrier()
         start = loopback()
@@ -126,24 +166,34 @@ def one_rank(kind, optimizer):
         held = resident() - before
         opt.zero_grad()
     if distributed.master:
+        # The loopback device carries the traffic of all processes.
         print(f"held {held} sent {sent / distributed.world}", flush=True)
     distributed.close()
 
 
 def compare():
+    """Train SMALL with two processes. Print a table of predicted and measured sizes."""
     print("| | optimizer | held, predicted | measured | | sent in a step, predicted | measured | |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    # With this threshold free() returns memory to the system at once.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for kind in ("ddp", "fsdp"):
         for optimizer in ("adamw", "muon"):
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-            done = subprocess.run([*words, f"--rank_of={kind} {optimizer}"], capture_output=True, text=True, check=True,
-                                  env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"})
+            command = [sys.executable, *launcher, __file__, f"--rank_of={kind} {optimizer}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
             _, held, _, sent = done.stdout.split()[-4:]
-            p = predict(SMALL, 2, kind == "fsdp", optimizer)
-            want = p["weights"] + p["gradients"] + p["optimizer"]
-            print(f"| {'FSDP2' if kind == 'fsdp' else 'DDP'} | {optimizer} | {size(want)} | {size(float(held))} | "
-                  f"{float(held) / want:.2f} | {size(p['sent'])} | {size(float(sent))} | {float(sent) / p['sent']:.2f} |")
+            held = float(held)
+            sent = float(sent)
+            predicted = predict(SMALL, 2, kind == "fsdp", optimizer)
+            predicted_held = (predicted["weights"] + predicted["gradients"]
+                              + predicted["optimizer"])
+            predicted_sent = predicted["sent"]
+            cells = ["FSDP2" if kind == "fsdp" else "DDP", optimizer,
+                     size(predicted_held), size(held), f"{held / predicted_held:.2f}",
+                     size(predicted_sent), size(sent), f"{sent / predicted_sent:.2f}"]
+            print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
