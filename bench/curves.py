@@ -1,12 +1,13 @@
 """
-Draw runs: a metric over training, or final values over a setting, with one color for all seeds.
+Plot a metric of several runs: its course over training, or its final value over a setting. Runs
+with the same values of --by, such as seeds, share a color.
 
     python bench/curves.py out/a out/b --by=optimizer --png=curves.png           loss over tokens
     python bench/curves.py out/d* --over=flops --by=depth --png=depth.png        over training FLOPs
     python bench/curves.py out/v* --over=vocab_size --metric=bpb/val --png=v.png  final values
 
-compare.py describes what a run is. FLOPs are of forward and backward: flops_per_token of the model,
-for every token.
+compare.py describes what a run is. Training FLOPs are those of the forward and backward passes: the
+model's flops_per_token times the number of tokens.
 """
 import statistics
 import sys
@@ -16,74 +17,87 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import compare
 from configurator import configure, fail
 
-metric = "loss/val"  # loss/val, bpb/val or any other of the log
-over = "tokens"      # x axis: tokens, flops, iter; or a setting, to draw final values over
+metric = "loss/val"  # loss/val, bpb/val or any other metric in the log
+over = "tokens"      # x axis: tokens, flops, iter; or a setting, to plot final values over
 by = ""              # settings or model arguments, joined by +: same values, same color
-least = 0.0          # bottom of the y axis, such as an entropy; 0: auto
+least = 0.0          # bottom of the y axis, such as the data's entropy; 0: auto
 most = 0.0           # top of the y axis; 0: auto
 log = False          # logarithmic y axis
-title = ""           # above the picture
-png = "curves.png"   # the picture (needs: pip install matplotlib)
+title = ""           # title of the picture
+png = "curves.png"   # file of the picture (needs: pip install matplotlib)
+
+TRAINING_AXES = ("tokens", "flops", "iter")  # with any other --over, final values are plotted
 
 
 def value(run, name):
     """Return a run's setting, or an argument of its model."""
     found = run.config | run.config["model_args"]
     if name not in found:
-        fail(f"{run.name}: has no setting {name!r}; its config.json lists what there is")
-    return run.config.get(name) or found[name]  # settings of 0 and "" are derived: see model_args
+        fail(f"{run.name}: has no setting {name!r}; its config.json lists the settings")
+    # For a setting of 0 or "", train.py derives a value and stores it in model_args.
+    return run.config.get(name) or found[name]
 
 
 def group(run):
-    """Return the label that the run shares with others of its color."""
+    """Return the label of the run's group: its values of the --by settings, or its name."""
     return ", ".join(f"{name}={value(run, name)}" for name in by.split("+") if name) or run.name
 
 
 def curve(run):
-    """Return [(x, metric)] over training."""
+    """Return [(x, metric)] over training, without the point at x = 0."""
     scale = {"tokens": 1, "flops": run.config["flops_per_token"], "iter": 1}[over]
-    return [(x * scale, y) for x, y in zip(*run.line(metric, "iter" if over == "iter" else "tokens")) if x > 0]
+    xs, ys = run.line(metric, "iter" if over == "iter" else "tokens")
+    return [(x * scale, y) for x, y in zip(xs, ys) if x > 0]
 
 
-def end(run):
+def last_value(run):
     """Return the last value of the metric."""
     return run.line(metric, "iter")[1][-1]
 
 
 def draw_curves(axes, groups):
-    for n, (name, found) in enumerate(groups.items()):
-        for i, run in enumerate(found):
-            axes.plot(*zip(*curve(run)), ".-", ms=3, lw=1, color=f"C{n}", label=name if not i else None)
+    """Draw a curve for every run, in the color of its group."""
+    for n, (name, runs) in enumerate(groups.items()):
+        for i, run in enumerate(runs):
+            label = name if i == 0 else None  # one entry per group in the legend
+            axes.plot(*zip(*curve(run)), ".-", ms=3, lw=1, color=f"C{n}", label=label)
 
 
 def draw_ends(axes, groups):
-    """Draw a dot for every run and a line through the medians."""
-    for n, (name, found) in enumerate(groups.items()):
-        ends = {}
-        for run in found:
-            ends.setdefault(value(run, over), []).append(end(run))
-        axes.plot(*zip(*sorted((x, statistics.median(ys)) for x, ys in ends.items())), "-", color=f"C{n}", label=name)
-        axes.plot(*zip(*((x, y) for x, ys in ends.items() for y in ys)), "o", ms=4, color=f"C{n}")
+    """Draw a dot for every run's last value, and a line through the medians."""
+    for n, (name, runs) in enumerate(groups.items()):
+        ends = {}  # {x: the runs' last values}
+        for run in runs:
+            ends.setdefault(value(run, over), []).append(last_value(run))
+        medians = sorted((x, statistics.median(ys)) for x, ys in ends.items())
+        dots = [(x, y) for x, ys in ends.items() for y in ys]
+        axes.plot(*zip(*medians), "-", color=f"C{n}", label=name)
+        axes.plot(*zip(*dots), "o", ms=4, color=f"C{n}")
 
 
 def main(folders):
-    found = compare.read_runs(compare.run_folders(folders))
-    others = [run.name for run in found if "model_args" not in run.config]
+    runs = compare.read_runs(compare.run_folders(folders))
+    others = [run.name for run in runs if "model_args" not in run.config]
     if others:
         print(f"left out, since train.py did not make them: {', '.join(others)}", file=sys.stderr)
-    found = [run for run in found if run.name not in others]
-    if not found:
+    runs = [run for run in runs if run.name not in others]
+    if not runs:
         fail("no runs; expected their folders, as in: python bench/curves.py out/a out/b")
+    over_training = over in TRAINING_AXES
     groups = {}
-    for run in found:
-        groups.setdefault(group(run) if by or over in ("tokens", "flops", "iter") else metric, []).append(run)
+    for run in runs:
+        label = group(run) if by or over_training else metric
+        groups.setdefault(label, []).append(run)
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    (draw_curves if over in ("tokens", "flops", "iter") else draw_ends)(axes, groups)
-    axes.set(xlabel=over, ylabel=f"{metric}, {'bits per byte' if metric == 'bpb/val' else 'nats per token'}", title=title,
-             xscale="linear" if over in ("tokens", "iter") else "log", yscale="log" if log else "linear")
+    draw = draw_curves if over_training else draw_ends
+    draw(axes, groups)
+    unit = "bits per byte" if metric == "bpb/val" else "nats per token"
+    axes.set(xlabel=over, ylabel=f"{metric}, {unit}", title=title)
+    axes.set(xscale="linear" if over in ("tokens", "iter") else "log")
+    axes.set(yscale="log" if log else "linear")
     axes.set_ylim(least or None, most or None)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -1,18 +1,19 @@
 """
-Compare the model sizes that --minutes chooses with a random search: each text is trained once with
-them and `tries` times with settings drawn from sweeps/own_text.yaml, every run for the same time.
-The result is bits per byte of the validation text, of which all runs read the same amount.
+Compare the model sizes that --minutes chooses with a random search. Each text is trained once with
+the chosen sizes and `tries` times with settings drawn from sweeps/own_text.yaml. Every run has the
+same time budget. The result is in bits per byte of the validation text; every evaluation reads the
+same number of tokens.
 
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
---nanogpt=FOLDER also measures nanoGPT's CPU recipe, by characters, and --litgpt=PYTHON, a Python
-with litgpt, the training of litgpt_text.py. Their learning rates decay over the number of steps that
-fit the time, at the speed of shorter runs. The smallest of their losses counts, each over 20
-batches.
+--nanogpt=FOLDER also measures nanoGPT's CPU recipe, whose tokens are characters. --litgpt=PYTHON,
+a Python that has litgpt, also measures the training of litgpt_text.py. The learning rates of both
+decay over the number of steps that fit the time budget. Shorter runs are timed to estimate this
+number. The result of both is the smallest validation loss; each loss is a mean over 20 batches.
 
-Of a run its best checkpoint counts, which is evaluated again at the end, over JUDGED tokens. With
-two workers of one thread each, two runs share the machine all the time, ours included. In a draw
-the vocabulary size 0 stands for bytes.
+The result of a run is that of its best checkpoint, which is evaluated again after training with
+EVAL_ITERS. Two workers of one thread each let two runs share the machine all the time, so runs with
+the chosen sizes are as slow as those of the search. A drawn vocabulary size of 0 stands for bytes.
 """
 import concurrent.futures
 import itertools
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,28 +36,44 @@ import sweep
 import time_to_loss
 from configurator import configure, fail, read_file
 
-minutes = 1.0            # of every run
-tries = 20               # random settings of each text
+minutes = 1.0            # time budget of every run
+tries = 20               # random settings per text
 workers = 2              # concurrent runs
-threads = 1              # of each run
+threads = 1              # CPU threads per run
 out_dir = "out/own_text"  # folder of the runs; existing runs are not repeated
-seed = 1                 # of the draws
+seed = 1                 # random seed of the draws
 nanogpt = ""             # folder of nanoGPT
 litgpt = ""              # a Python that has litgpt
+
 ROOT = Path(__file__).resolve().parents[1]
-JUDGED = 40           # eval_iters of the final evaluation, 1024 tokens each
-EVERY = 250           # nanoGPT's eval_interval, as in its recipe
-LIT_EVERY = 20        # the same of litgpt
-LIT_LEAST = 10        # min steps of litgpt, which logs no evaluation with fewer
+EVAL_ITERS = 40          # eval_iters of the final evaluation, in units of 1024 tokens
+NANOGPT_INTERVAL = 250   # eval_interval of nanoGPT in steps, as in its recipe
+LITGPT_INTERVAL = 20     # steps of litgpt's shortest run
+MIN_LITGPT_STEPS = 10    # with fewer steps litgpt logs no evaluation
 LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
+class Result(typing.NamedTuple):
+    """The result of a run. Results sort by `best` first."""
+    best: float       # bits per byte of the best checkpoint; inf if the run failed
+    last: float       # bits per byte of the last checkpoint; inf if the run failed
+    seconds: float    # time of the training
+    n_params: int     # parameters of the model
+    description: str  # settings, or the last line of the error
+
+
+def environment():
+    """Return the environment variables of a run, with its number of threads."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads)}
+
+
 def draws():
-    """Yield the settings of each try, as words of the command line."""
+    """Yield the settings of each try, as options of train.py."""
     parameters = read_file(str(ROOT / "sweeps/own_text.yaml"))["parameters"]
     rng = random.Random(seed)
     for _ in range(tries):
-        values = {name: sweep.draw(spec, rng) for name, spec in parameters.items()} | {"max_minutes": minutes}
+        values = {name: sweep.draw(spec, rng) for name, spec in parameters.items()}
+        values["max_minutes"] = minutes
         if values["dim"] % (2 * values["n_heads"]):
             values["n_heads"] = 2
         del values["data"], values["out_dir"]
@@ -65,107 +83,141 @@ def draws():
 
 
 def train(text, name, words):
-    """
-    Return (best, last, seconds, n_params, description) of one run; best and last are bits per byte, inf
-    if the run failed.
-    """
-    folder, start = Path(out_dir, Path(text).stem, name), time.perf_counter()
-    command, env = [sys.executable, str(ROOT / "train.py"), f"--data={text}"], os.environ | {"OMP_NUM_THREADS": str(threads)}
+    """Train on a text with these options of train.py, unless the run exists; return its Result."""
+    folder = Path(out_dir, Path(text).stem, name)
+    command = [sys.executable, str(ROOT / "train.py"), f"--data={text}"]
+    start = time.perf_counter()
     if not (folder / "judged").exists():
-        done = subprocess.run([*command, f"--out_dir={folder}", "--init_from=scratch", *words], env=env, capture_output=True, text=True)
+        training = [*command, f"--out_dir={folder}", "--init_from=scratch", *words]
+        done = subprocess.run(training, env=environment(), capture_output=True, text=True)
         if done.returncode:
-            return float("inf"), float("inf"), 0.0, 0, done.stderr.strip().splitlines()[-1]
+            error = done.stderr.strip().splitlines()[-1]
+            return Result(float("inf"), float("inf"), 0.0, 0, error)
         (folder / "seconds").write_text(str(time.perf_counter() - start))
-        (folder / "judged").write_text(json.dumps({name: judged(command, folder, name, env) for name in ("best", "latest")}))
-    run, losses = compare.read_runs([folder])[0], json.loads((folder / "judged").read_text())
-    config = run.config
-    said = (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, {config['batch_size']} x "
-            f"{config['max_seq_len']}, rate {config['learning_rate']:.2g}, dropout {config['dropout']}, {config['optimizer']}, "
-            f"{run.metrics['iter']} steps, epoch {run.metrics['epoch']:.2g}")
-    return losses["best"], losses["latest"], float((folder / "seconds").read_text()), config["n_params"], said
+        best_and_latest = {checkpoint: evaluate(command, folder, checkpoint)
+                           for checkpoint in ("best", "latest")}
+        (folder / "judged").write_text(json.dumps(best_and_latest))
+    run = compare.read_runs([folder])[0]
+    losses = json.loads((folder / "judged").read_text())
+    seconds = float((folder / "seconds").read_text())
+    return Result(losses["best"], losses["latest"], seconds, run.config["n_params"], describe(run))
 
 
-def judged(command, folder, name, env):
-    """Return the bits per byte of a run's best or latest checkpoint."""
-    config, path = compare.read_runs([folder])[0].config, folder / "checkpoints" / (folder / name).read_text().strip()
-    words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True", f"--eval_iters={JUDGED}",
-             f"--out_dir={folder}/judge"]
-    done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=True)
+def describe(run):
+    """Return the settings and the length of a run, as a line."""
+    config, metrics = run.config, run.metrics
+    return (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, "
+            f"{config['batch_size']} x {config['max_seq_len']}, "
+            f"rate {config['learning_rate']:.2g}, dropout {config['dropout']}, "
+            f"{config['optimizer']}, {metrics['iter']} steps, epoch {metrics['epoch']:.2g}")
+
+
+def evaluate(command, folder, name):
+    """Return the bits per byte of a run's checkpoint; `name` is best or latest."""
+    config = compare.read_runs([folder])[0].config
+    path = folder / "checkpoints" / (folder / name).read_text().strip()
+    words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True",
+             f"--eval_iters={EVAL_ITERS}", f"--out_dir={folder}/judge"]
+    done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True,
+                          check=True)
+    bits_per_token = float(LOSS.search(done.stdout)[1]) / math.log(2)
     meta = config["dataset"]
-    return float(LOSS.search(done.stdout)[1]) / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]
+    return bits_per_token * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]
 
 
-def in_time(run, every):
+def in_time(run, interval):
     """
-    Return run(steps), which is (bits per byte, seconds), for as many steps as fit the minutes at the
-    speed of two shorter runs: a multiple of `every` if possible.
+    Return run(steps), which is (bits per byte, seconds), for as many steps as fit the time budget
+    at the speed of two shorter runs. The steps are a multiple of `interval` if that many fit.
     """
-    run(every)  # warm-up: fills the page cache
-    (_, short), (_, longer) = run(every), run(4 * every)
-    # Intervals of `every` steps; both times include the startup.
+    run(interval)  # warm-up: fills the page cache
+    _, short = run(interval)
+    _, longer = run(4 * interval)
+    # Both times include the startup, so their difference is the time of three intervals.
     intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)
-    return run(every * round(intervals) if intervals > 1 else max(1, round(every * intervals)))
+    if intervals > 1:
+        return run(interval * round(intervals))
+    return run(max(1, round(interval * intervals)))
 
 
-def nano(text):
-    """Return (bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
+def measure_nanogpt(text):
+    """Return (bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the time budget."""
     with tempfile.TemporaryDirectory(dir=Path(nanogpt, "data")) as folder:
-        return nano_in(Path(folder), text)
+        return train_nanogpt(Path(folder), text)
 
 
-def nano_in(folder, text):
+def train_nanogpt(folder, text):
+    """Prepare the text in `folder`, a folder in nanoGPT's data, and measure nanoGPT on it."""
     shutil.copy(Path(nanogpt, "data/shakespeare_char/prepare.py"), folder)
     shutil.copy(text, folder / "input.txt")
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run([sys.executable, folder / "prepare.py"], check=True, capture_output=True)
-    written = Path(text).read_text(encoding="utf-8")
-    characters_per_byte = len(written) / len(written.encode())
+    characters = Path(text).read_text(encoding="utf-8")
+    characters_per_byte = len(characters) / len(characters.encode())
 
     def run(steps):
         start = time.perf_counter()
-        command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), f"--dataset={folder.name}", f"--max_iters={steps}",
-                   f"--lr_decay_iters={steps}", f"--eval_interval={min(EVERY, steps)}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
-        done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
+        command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(),
+                   f"--dataset={folder.name}", f"--max_iters={steps}", f"--lr_decay_iters={steps}",
+                   f"--eval_interval={min(NANOGPT_INTERVAL, steps)}",
+                   f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
+        done = subprocess.run(command, cwd=nanogpt, env=environment(), check=True,
+                              capture_output=True, text=True)
         loss = min(map(float, time_to_loss.SAID.findall(done.stdout)))
         return loss / math.log(2) * characters_per_byte, time.perf_counter() - start
 
-    return in_time(run, EVERY)
+    return in_time(run, NANOGPT_INTERVAL)
 
 
-def lit(text):
+def measure_litgpt(text):
     """
-    Return (bits per byte, seconds) of litgpt's pretrain on a text, in the same time, including its
-    preparation of the text.
+    Return (bits per byte, seconds) of litgpt's pretrain on a text, in the time budget, which
+    includes its preparation of the text.
     """
     def run(steps):
         start = time.perf_counter()
-        command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text, str(max(LIT_LEAST, steps))]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=True, capture_output=True, text=True)
+        command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text,
+                   str(max(MIN_LITGPT_STEPS, steps))]
+        done = subprocess.run(command, env=environment(), check=True, capture_output=True,
+                              text=True)
         return float(done.stdout.split()[-1]), time.perf_counter() - start
 
-    return in_time(run, LIT_EVERY)
+    return in_time(run, LITGPT_INTERVAL)
 
 
 def main(texts):
-    jobs = [(text, name, words) for text in texts
-            for name, words in [("rules", [f"--minutes={minutes}"]), *((f"try{n}", words) for n, words in enumerate(draws()))]]
+    jobs = []  # (text, name of the run, options of train.py)
+    for text in texts:
+        jobs.append((text, "rules", [f"--minutes={minutes}"]))
+        jobs += [(text, f"try{n}", words) for n, words in enumerate(draws())]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        found = dict(zip([job[:2] for job in jobs], pool.map(lambda job: train(*job), jobs)))
-    print("| text | rules: last | best | seconds | best of search | rules over it |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+        results = list(pool.map(lambda job: train(*job), jobs))
+    rules = {}                               # {text: Result with the chosen sizes}
+    searches = {text: [] for text in texts}  # {text: [(Result, name of the run)]}, best first
+    for (text, name, _), result in zip(jobs, results):
+        if name == "rules":
+            rules[text] = result
+        else:
+            searches[text].append((result, name))
+    for search in searches.values():
+        search.sort()
+
+    print("| text | rules: last | best | seconds | best of search | rules over it |\n"
+          "| --- | ---: | ---: | ---: | ---: | ---: |")
     for text in texts:
-        best, last, seconds, *_ = found[text, "rules"]
-        others = sorted((found[text, name], name) for t, name in found if t == text and name != "rules")
-        most = others[0][0][0] if others else math.nan
-        print(f"| {Path(text).name} | {last:.4f} | {best:.4f} | {seconds:.1f} | {most:.4f} | {best / most:.3f} |", flush=True)
-    peers = [("nanoGPT", nano)] * bool(nanogpt) + [("litgpt", lit)] * bool(litgpt)
-    for text, (name, peer) in itertools.product(texts, peers):
-        bits, seconds = peer(text)
-        print(f"{name} on {Path(text).name}: {bits:.4f} bits per byte after {seconds:.1f} s; ours has "
-              f"{found[text, 'rules'][0] / bits:.3f} of it", flush=True)
+        best, last, seconds, *_ = rules[text]
+        best_of_search = searches[text][0][0].best if searches[text] else math.nan
+        print(f"| {Path(text).name} | {last:.4f} | {best:.4f} | {seconds:.1f} | "
+              f"{best_of_search:.4f} | {best / best_of_search:.3f} |", flush=True)
+    peers = [("nanoGPT", measure_nanogpt)] * bool(nanogpt)
+    peers += [("litgpt", measure_litgpt)] * bool(litgpt)
+    for text, (name, measure) in itertools.product(texts, peers):
+        bits, seconds = measure(text)
+        print(f"{name} on {Path(text).name}: {bits:.4f} bits per byte after {seconds:.1f} s; ours "
+              f"reaches {rules[text].best / bits:.3f} times this value", flush=True)
     for text in texts:
-        print(f"\n{Path(text).name}\n  rules: {found[text, 'rules'][0]:.4f} {found[text, 'rules'][4]}")
-        for result, name in sorted((found[t, name], name) for t, name in found if t == text and name != "rules")[:5]:
-            print(f"  {name}: {result[0]:.4f} {result[4]}")
+        print(f"\n{Path(text).name}\n  rules: {rules[text].best:.4f} {rules[text].description}")
+        for result, name in searches[text][:5]:
+            print(f"  {name}: {result.best:.4f} {result.description}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """
-Measure the speed of a training step, ours beside llama2.c's, nanoGPT's and Hugging Face's, with the
-same sizes and tokens.
+Measure the speed of a training step of ours, llama2.c, nanoGPT and Hugging Face's transformers,
+with the same model sizes and tokens.
 
     python bench/train.py                                    ours, at the shape of stories15M
     python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
-    python bench/train.py --profile="ours, compiled"         where the time of its step is spent
-    python bench/train.py --compile=True --variants=True     cost of masks and others (on a GPU)
+    python bench/train.py --profile="ours, compiled"         time of each operation in a step
+    python bench/train.py --compile=True --variants=True     cost of each variant (on a GPU)
 
-A step is forward, backward, clipping and the optimizer. Every program runs in its own process, so
-that its peak memory is its own. The programs take turns of a few steps; the median of the turns
-counts. Weights and tokens are random.
+A step is the forward pass, the backward pass, gradient clipping and the optimizer's update. Each
+program runs in its own process, so its peak memory is measured separately. The programs take turns
+of a few steps. The reported speed is the median over the turns. Weights and tokens are random.
 """
 import contextlib
 import json
@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does; for all programs alike
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does; all programs inherit it
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
@@ -30,15 +30,15 @@ from engine import ops
 from engine.training import distributed, hardware
 from engine.training.costs import flops_per_token
 
-preset = "config/stories15M.py"  # sizes of the model
-batch_size = 8      # sequences of a step
-max_seq_len = 256   # tokens of a sequence
-vocab_size = 32000  # of the model
+preset = "config/stories15M.py"  # model sizes
+batch_size = 8      # sequences per step
+max_seq_len = 256   # tokens per sequence
+vocab_size = 32000  # tokens in the model's vocabulary
 dtype = "float32"   # float32, or bfloat16 by autocast
-threads = 2         # of a program; 0: PyTorch's default
+threads = 2         # CPU threads per program; 0: PyTorch's default
 device = "auto"     # auto, cpu, cuda
-samples = 5         # measured turns of each program
-steps = 2           # steps of a turn
+samples = 5         # measured turns per program
+steps = 2           # training steps per turn
 together = False    # compile all programs at the same time, before the first measured turn
 llama2c = ""        # folder of llama2.c, to measure its model.py too
 nanogpt = ""        # folder of nanoGPT, to measure its model.py too, compiled if ours is
@@ -47,35 +47,49 @@ muon = False        # also measure ours with Muon
 compile = False     # also measure ours with torch.compile
 recompute = False   # also measure ours with activation checkpointing
 variants = False    # also measure VARIANTS of ours, compiled
-profile = ""        # instead list the most expensive operations of this program
+profile = ""        # list the most expensive operations of this program, and measure nothing else
 json_file = ""      # file for the result
-worker = ""         # internal: be this program
+worker = ""         # internal: name of the program that this process runs
 
+
+# ---- programs ------------------------------------------------------------------------------------
+# Each build_ function returns (model, optimizer, loss_of, FLOPs per token). loss_of(net, x, y) runs
+# the forward pass and returns the loss. FLOPs are 0 for programs other than ours.
 
 def sizes():
-    """Return the model's settings: the preset's, with this context and vocabulary."""
+    """Return the model's settings: the preset's, with --max_seq_len and --vocab_size."""
     found = read_file(str(Path(__file__).resolve().parents[1] / preset))
     keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "multiple_of")
-    return {k: found[k] for k in keys if k in found} | {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
+    config = {k: found[k] for k in keys if k in found}
+    return config | {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
 
 
-def build_ours(place, kind):
+def second_output(net, x, y):
+    """Return the loss of a model whose forward pass returns (logits, loss)."""
+    return net(x, y)[1]
+
+
+def build_ours(torch_device, optimizer="adamw"):
     from model import ModelArgs, Transformer
     from optim import OptimizerConfig, make_optimizer
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         hardware.keep_memory()  # as train.py does
-    model = Transformer(ModelArgs(**sizes())).to(place)
-    opt = make_optimizer(model, OptimizerConfig(kind, 5e-4))
-    return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model.args)
+    model = Transformer(ModelArgs(**sizes())).to(torch_device)
+    opt = make_optimizer(model, OptimizerConfig(optimizer, 5e-4))
+    return model, opt, second_output, flops_per_token(model.args)
 
 
-def build_llama2c(place):
+def build_ours_muon(torch_device):
+    return build_ours(torch_device, "muon")
+
+
+def build_llama2c(torch_device):
     sys.path.insert(0, llama2c)
     sys.modules.pop("model", None)
     from model import ModelArgs, Transformer
     args = {k: v for k, v in sizes().items() if v}
-    model = Transformer(ModelArgs(**args)).to(place)
-    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), place.type)
+    model = Transformer(ModelArgs(**args)).to(torch_device)
+    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), torch_device.type)
 
     def loss_of(net, x, y):
         net(x, y)
@@ -84,59 +98,83 @@ def build_llama2c(place):
     return model, opt, loss_of, 0
 
 
-def build_nanogpt(place):
-    a = sizes()
+def build_nanogpt(torch_device):
+    args = sizes()
     sys.path.insert(0, nanogpt)
     sys.modules.pop("model", None)
     from model import GPT, GPTConfig
-    model = GPT(GPTConfig(vocab_size=vocab_size, block_size=max_seq_len, n_layer=a["n_layers"], n_head=a["n_heads"],
-                          n_embd=a["dim"], dropout=0.0, bias=False)).to(place)
-    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), place.type)
-    return model, opt, lambda net, x, y: net(x, y)[1], 0
+    config = GPTConfig(vocab_size=vocab_size, block_size=max_seq_len, n_layer=args["n_layers"],
+                       n_head=args["n_heads"], n_embd=args["dim"], dropout=0.0, bias=False)
+    model = GPT(config).to(torch_device)
+    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), torch_device.type)
+    return model, opt, second_output, 0
 
 
-def build_hf(place):
+def build_hf(torch_device):
     from transformers import LlamaConfig, LlamaForCausalLM
     from model import ModelArgs
-    a = ModelArgs(**sizes())
-    config = LlamaConfig(vocab_size=a.vocab_size, hidden_size=a.dim, intermediate_size=a.hidden_dim,
-                         num_hidden_layers=a.n_layers, num_attention_heads=a.n_heads, num_key_value_heads=a.n_kv_heads,
-                         max_position_embeddings=a.max_seq_len, tie_word_embeddings=True, use_cache=False)
-    model = LlamaForCausalLM(config).to(place).train()
+    args = ModelArgs(**sizes())
+    config = LlamaConfig(
+        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
+        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads, max_position_embeddings=args.max_seq_len,
+        tie_word_embeddings=True, use_cache=False)
+    model = LlamaForCausalLM(config).to(torch_device).train()
     opt = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    return model, opt, lambda net, x, y: net(x, labels=x).loss, 0  # it shifts the labels itself
+
+    def loss_of(net, x, y):
+        return net(x, labels=x).loss  # transformers shifts the labels itself
+
+    return model, opt, loss_of, 0
 
 
-# of ours, compiled; `make` has the differences
-VARIANTS = {"mask": "attention within documents by a mask", "packed": "the same by PyTorch's kernel for packed documents",
-            "half": "a residual stream in bfloat16", "waits": "synchronize before each update, as for spike detection"}
+# Variants of "ours, compiled"; `make` applies them by name.
+VARIANTS = {
+    "mask": "attention within documents by a mask",
+    "packed": "attention within documents by PyTorch's kernel for packed documents",
+    "half": "a residual stream in bfloat16",
+    "waits": "synchronize before each update, as for spike detection",
+}
 PROGRAMS = {
-    "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
-    "ours, compiled": lambda place: build_ours(place, "adamw"), "ours, recompute": lambda place: build_ours(place, "adamw"),
-    **{f"ours, {kind}, compiled": lambda place: build_ours(place, "adamw") for kind in VARIANTS}, "llama2.c": build_llama2c, "nanoGPT": build_nanogpt, "nanoGPT, compiled": build_nanogpt, "transformers": build_hf,
+    "ours": build_ours,
+    "ours, muon": build_ours_muon,
+    "ours, compiled": build_ours,
+    "ours, recompute": build_ours,
+    **{f"ours, {variant}, compiled": build_ours for variant in VARIANTS},
+    "llama2.c": build_llama2c,
+    "nanoGPT": build_nanogpt,
+    "nanoGPT, compiled": build_nanogpt,
+    "transformers": build_hf,
 }
 
 
+# ---- in a program's own process ------------------------------------------------------------------
+
 def make(name):
     """
-    Return the program: step() -> its loss, the device, and the FLOPs of a token (0 if not counted).
+    Return (step, device, FLOPs per token) of a program. step() runs one training step and returns
+    its loss, a tensor on the device. FLOPs are 0 for programs other than ours.
     """
-    place = distributed.setup(device)
+    torch_device = distributed.setup(device)
     torch.manual_seed(1)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for results of turns
-        model, opt, loss_of, flops = PROGRAMS[name](place)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the turns' results
+        model, opt, loss_of, flops = PROGRAMS[name](torch_device)
     net = torch.compile(model) if name.endswith("compiled") else model
     model.recompute = name.endswith("recompute")
-    amp = torch.autocast(place.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    amp = torch.autocast(torch_device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     tokens = torch.randint(2, vocab_size, (batch_size, max_seq_len + 1))
     if "mask" in name or "packed" in name:
-        tokens[:, ::200] = model.bos_id = 1
+        tokens[:, ::200] = model.bos_id = 1  # documents of 200 tokens
     if "packed" in name:
-        known = ops.documents_of(tokens[:, :-1].contiguous(), 1, place)
-        loss_of = lambda net, x, y: net(x, y, documents=known)[1]
+        documents = ops.documents_of(tokens[:, :-1].contiguous(), 1, torch_device)
+
+        def loss_of(net, x, y):
+            return net(x, y, documents=documents)[1]
+
     if "half" in name:
         model.tok_embeddings.register_forward_hook(lambda module, args, x: x.bfloat16())
-    x, y = tokens[:, :-1].contiguous().to(place), tokens[:, 1:].contiguous().to(place)
+    x = tokens[:, :-1].contiguous().to(torch_device)
+    y = tokens[:, 1:].contiguous().to(torch_device)
 
     def step():
         with amp:
@@ -151,47 +189,56 @@ def make(name):
         opt.zero_grad()
         return loss.detach()  # detached, so that its graph is freed before the next step
 
-    return step, place, flops
+    return step, torch_device, flops
 
 
 def work(name):
     """
-    Run a turn of `steps` steps for each line of stdin; print a line with seconds, last loss and peak
-    memory.
+    Run a turn of `steps` steps for each line of stdin. Print its seconds, the loss of its last
+    step, the peak memory in MiB and the FLOPs per token as a line of JSON.
     """
-    step, place, flops = make(name)
+    step, torch_device, flops = make(name)
     for _ in sys.stdin:
         start = time.perf_counter()
         for _ in range(steps):
             loss = step()
         last = loss.item()  # waits for an asynchronous device
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": hardware.peak_memory(place) / 2 ** 20,
-                          "flops": flops}), flush=True)
+        result = {"seconds": time.perf_counter() - start, "loss": last,
+                  "mib": hardware.peak_memory(torch_device) / 2 ** 20, "flops": flops}
+        print(json.dumps(result), flush=True)
 
 
 def show_profile(name):
-    """Print the operations that take most of a step's time: on a GPU its kernels."""
+    """Print the operations that take most of a step's time; on a GPU, its kernels."""
     from torch.profiler import ProfilerActivity, profile
-    step, place, _ = make(name)
-    on_gpu = place.type == "cuda"
+    step, torch_device, _ = make(name)
+    on_gpu = torch_device.type == "cuda"
 
-    def several(n):
+    def time_steps(n):
         start = time.perf_counter()
         for _ in range(n):
             loss = step()
         loss.item()  # waits for an asynchronous device
         return time.perf_counter() - start
 
-    several(3)  # compilation and other one-time work
-    seconds = several(steps)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as watched:
-        several(steps)
-    rows = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in watched.key_averages()]
+    time_steps(3)  # compilation and other one-time work
+    seconds = time_steps(steps)
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        time_steps(steps)
+    rows = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        rows.append((microseconds, event.count, event.key))
     busy = sum(us for us, _, _ in rows) * 1e-6
-    print(f"{name}: {seconds / steps * 1e3:.1f} ms a step, {busy / steps * 1e3:.1f} of them in the operations listed")
+    print(f"{name}: {seconds / steps * 1e3:.1f} ms a step, {busy / steps * 1e3:.1f} of them in the "
+          "operations listed")
     for us, count, key in sorted(rows, reverse=True)[:25]:
-        print(f"{us / steps * 1e-3:>9.2f} ms {100e-6 * us / busy:>5.1f} % {count / steps:>7.1f} x  {key[:110]}")
+        milliseconds, percent = us / steps * 1e-3, 100e-6 * us / busy
+        print(f"{milliseconds:>9.2f} ms {percent:>5.1f} % {count / steps:>7.1f} x  {key[:110]}")
 
+
+# ---- turns of all programs -----------------------------------------------------------------------
 
 def start_turn(process):
     process.stdin.write("go\n")
@@ -199,7 +246,7 @@ def start_turn(process):
 
 
 def turn(process, started=False):
-    """Return what `process` prints about its turn."""
+    """Return the result of a process's turn; start the turn unless it has been started."""
     if not started:
         start_turn(process)
     line = process.stdout.readline()
@@ -209,27 +256,42 @@ def turn(process, started=False):
 
 
 def best_product():
-    """Return FLOP/s of this machine's matrix product, the reference of MFU."""
+    """Return the FLOP/s of a matrix product on this machine, the peak that MFU refers to."""
     return hardware.measured_flops(distributed.setup(device), getattr(torch, dtype), seconds=1)
+
+
+def chosen_programs():
+    """Return the names of the programs that the options ask for."""
+    names = ["ours"]
+    names += ["ours, muon"] * muon
+    names += ["ours, compiled"] * compile
+    names += ["ours, recompute"] * recompute
+    names += [f"ours, {variant}, compiled" for variant in VARIANTS] * variants
+    names += ["llama2.c"] * bool(llama2c)
+    names += ["nanoGPT, compiled" if compile else "nanoGPT"] * bool(nanogpt)
+    names += ["transformers"] * hf
+    return names
+
+
+def start_worker(name):
+    """Start a process that runs this program's turns, with the options of this command."""
+    command = [sys.executable, __file__, *sys.argv[1:], f"--worker={name}"]
+    return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def main():
     peak = [best_product()]
-    chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile + ["ours, recompute"] * recompute
-    chosen += [f"ours, {kind}, compiled" for kind in VARIANTS] * variants
-    chosen += ["llama2.c"] * bool(llama2c) + ["nanoGPT, compiled" if compile else "nanoGPT"] * bool(nanogpt)
-    chosen += ["transformers"] * hf
-    processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
+    processes = {name: start_worker(name) for name in chosen_programs()}
     if together:
-        [start_turn(process) for process in processes.values()]
-    # The first turn is for warm-up and compilation.
+        for process in processes.values():
+            start_turn(process)
+    # The first turn includes warm-up and compilation.
     first = {name: turn(process, started=together) for name, process in processes.items()}
-    turns = {name: [] for name in chosen}
+    turns = {name: [] for name in processes}
     for _ in range(samples):
         for name, process in processes.items():
             turns[name].append(turn(process))
-    peak.append(best_product())  # again, in case other load slowed the first
+    peak.append(best_product())  # again, since other load may have slowed the first
     for process in processes.values():
         process.stdin.close()
         process.wait()
@@ -237,32 +299,47 @@ def main():
 
 
 def report(first, turns, peak):
+    """
+    Print a table with a row per program, and write the JSON file if asked. `first` has the result
+    of each program's first turn, `turns` those of its measured turns. `peak` is in FLOP/s.
+    """
     tokens, rows = batch_size * max_seq_len * steps, []
+    flops = turns["ours"][0]["flops"]  # per token; every program's MFU uses ours
     for name, values in turns.items():
         speed = sorted(tokens / v["seconds"] for v in values)
-        rows.append({"program": name, "tokens_per_sec": statistics.median(speed), "slowest": speed[0],
+        median = statistics.median(speed)
+        rows.append({"program": name, "tokens_per_sec": median, "slowest": speed[0],
                      "fastest": speed[-1], "mib": values[-1]["mib"], "loss": values[-1]["loss"],
-                     "mfu": 100 * statistics.median(speed) * turns["ours"][0]["flops"] / peak,
-                     "first_turn_s": first[name]["seconds"]})
-    print(f"{preset}, batch {batch_size} x {max_seq_len}, {dtype}, {threads} threads, torch {torch.__version__}; "
-          f"a matmul of this machine: {peak / 1e9:.0f} GFLOP/s")
-    print(f"{'program':<18}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}{'loss':>8}{'first turn s':>14}")
+                     "mfu": 100 * median * flops / peak, "first_turn_s": first[name]["seconds"]})
+    print(f"{preset}, batch {batch_size} x {max_seq_len}, {dtype}, {threads} threads, torch "
+          f"{torch.__version__}; a matmul of this machine: {peak / 1e9:.0f} GFLOP/s")
+    print(f"{'program':<18}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}"
+          f"{'loss':>8}{'first turn s':>14}")
     for r in rows:
-        print(f"{r['program']:<18}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}{r['fastest']:>8.0f}"
-              f"{rows[0]['tokens_per_sec'] / r['tokens_per_sec']:>8.2f}x{r['mfu']:>7.1f}{r['mib']:>7.0f}{r['loss']:>8.3f}"
-              f"{r['first_turn_s']:>14.1f}")
+        ratio = rows[0]["tokens_per_sec"] / r["tokens_per_sec"]
+        print(f"{r['program']:<18}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}"
+              f"{r['fastest']:>8.0f}{ratio:>8.2f}x{r['mfu']:>7.1f}{r['mib']:>7.0f}"
+              f"{r['loss']:>8.3f}{r['first_turn_s']:>14.1f}")
     if json_file:
-        about = {"preset": preset, "batch_size": batch_size, "max_seq_len": max_seq_len, "dtype": dtype,
-                 "threads": threads, "torch": torch.__version__, "peak_flops": peak, "programs": rows}
+        about = {"preset": preset, "batch_size": batch_size, "max_seq_len": max_seq_len,
+                 "dtype": dtype, "threads": threads, "torch": torch.__version__,
+                 "peak_flops": peak, "programs": rows}
         Path(json_file).write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    configure(globals(), positional="preset", argv=[f"--preset={w}" if w.endswith(".py") else w for w in sys.argv[1:]])
+    # The word that ends in .py is the preset, wherever it is in the command.
+    argv = [f"--preset={word}" if word.endswith(".py") else word for word in sys.argv[1:]]
+    configure(globals(), positional="preset", argv=argv)
     if threads:
         torch.set_num_threads(threads)
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected float32 or bfloat16")
     if profile and profile not in PROGRAMS:
         fail(f"--profile={profile}: expected one of {'; '.join(PROGRAMS)}")
-    work(worker) if worker else show_profile(profile) if profile else main()
+    if worker:
+        work(worker)
+    elif profile:
+        show_profile(profile)
+    else:
+        main()
