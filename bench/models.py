@@ -1,11 +1,11 @@
 """
-Write models to measure with: random weights in published shapes, the same weights in every format.
+Write models for benchmarks: random weights in published shapes, the same weights in every format.
 
     python bench/models.py                                   all shapes and formats: 18 GB
     python bench/models.py --shapes=15M --formats=f32,q8_0
 
-A tensor is generated when the exporter reads it and freed when it is written, so the memory needed
-is a few times the largest tensor. Existing files are kept.
+Each tensor is generated when the exporter reads it and freed after the exporter has written it, so
+the peak memory is a few times the largest tensor. The program skips files that exist.
 """
 import itertools
 import math
@@ -25,10 +25,11 @@ from engine.formats.gguf_tokenizer import tokenizer_of_pieces
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
-shapes = "15M,42M,110M,1.1B"            # of SHAPES
-formats = "f32,bf16,q8_0,q4_0,v0,v2"    # GGUF types; llama2.c's v0 (float32), v2 (int8 groups)
-context = 1024                          # tokens; use another folder for another context
-models = "cache/bench"                  # folder of the models
+shapes = "15M,42M,110M,1.1B"          # names in SHAPES, separated by commas
+formats = "f32,bf16,q8_0,q4_0,v0,v2"  # types of GGUF, and v0 (float32) and v2 (int8 in groups) of
+                                      # llama2.c, separated by commas
+context = 1024                        # context in tokens; use another folder for another context
+models = "cache/bench"                # folder for the models
 
 SHAPES = {
     "260K": ModelArgs(dim=64, n_layers=5, n_heads=8, n_kv_heads=4, hidden_dim=172, vocab_size=512),
@@ -43,50 +44,63 @@ class RandomWeights:
     """A state_dict whose tensors are generated at each access, seeded by their names."""
 
     def __init__(self, args):
-        self.shapes = {ours: shape for ours, _, _, shape in tensors(args)}
+        self.shapes = {name: shape for name, _, _, shape in tensors(args)}
 
     def keys(self):
         return self.shapes.keys()
 
     def __getitem__(self, name):
-        shape, generator = self.shapes[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        shape = self.shapes[name]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1:
             return torch.rand(shape, generator=generator) + 0.5
-        if name not in ("tok_embeddings.weight", "output.weight"):
-            return torch.randn(shape, generator=generator) / shape[1] ** 0.5
         w = torch.randn(shape, generator=generator)
-        w[1:3] *= 0.01  # makes <s> and </s> unlikely, so that no text ends early
+        if name not in ("tok_embeddings.weight", "output.weight"):
+            return w / shape[1] ** 0.5
+        w[1:3] *= 0.01  # makes <s> and </s> unlikely, so that texts rarely end early
         return w
 
 
 def vocabulary(size):
     """
-    Return a Tokenizer of `size` pieces: specials, bytes, then words of one to three letters, with and
-    without a leading space.
+    Return a Tokenizer of `size` pieces: special tokens, bytes, then words of one to three letters,
+    with and without a leading space.
     """
-    words = [SPACE] + [space + "".join(letters) for n in (1, 2, 3) for space in (SPACE, "")
-                       for letters in itertools.product(string.ascii_lowercase, repeat=n)]
-    pieces = [*SPECIALS, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((word, NORMAL) for word in words)][:size]
-    pieces = [(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)]
-    return tokenizer_of_pieces(pieces, (0, 1, 2), True, False, "the synthetic vocabulary")
+    pieces = [*SPECIALS]
+    pieces += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
+    pieces.append((SPACE, NORMAL))
+    for n in (1, 2, 3):
+        words = list(map("".join, itertools.product(string.ascii_lowercase, repeat=n)))
+        pieces += [(SPACE + word, NORMAL) for word in words]
+        pieces += [(word, NORMAL) for word in words]
+    # Earlier pieces have higher scores.
+    scored = [(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces[:size])]
+    return tokenizer_of_pieces(scored, (0, 1, 2), True, False, "the synthetic vocabulary")
 
 
 def path_of(shape, form):
+    """Return the path of the model of this shape and format."""
     return Path(models, shape, form + (".bin" if form.startswith("v") else ".gguf"))
 
 
 def main():
-    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*FILE_TYPES, "v0", "v1", "v2"}):
-        fail(f"{', '.join(unknown)}: no such shape or format; shapes are {', '.join(SHAPES)}, "
-             f"formats {', '.join(FILE_TYPES)}, v0, v1, v2")
+    """Write each model whose file is missing."""
+    unknown = set(shapes.split(",")) - set(SHAPES)
+    unknown = unknown or set(formats.split(",")) - {*FILE_TYPES, "v0", "v1", "v2"}
+    if unknown:
+        fail(f"{', '.join(unknown)}: unknown shape or format; expected shapes of "
+             f"{', '.join(SHAPES)} and formats of {', '.join(FILE_TYPES)}, v0, v1, v2")
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
-        path, args = path_of(shape, form), replace(SHAPES[shape], max_seq_len=context)
+        path = path_of(shape, form)
         if path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
+        args = replace(SHAPES[shape], max_seq_len=context)
         kind = {"format": form} if form.startswith("v") else {"format": "gguf", "dtype": form}
-        export.export_model(RandomWeights(args), args, vocabulary(args.vocab_size), path, name=shape,
-                            group_size=math.gcd(64, args.dim, args.hidden_dim), **kind)
+        # The groups of v2 must fill the rows of every matrix.
+        group_size = math.gcd(64, args.dim, args.hidden_dim)
+        export.export_model(RandomWeights(args), args, vocabulary(args.vocab_size), path,
+                            name=shape, group_size=group_size, **kind)
         print(f"wrote {path}", flush=True)
 
 
