@@ -5,10 +5,9 @@ checkpoints and exports; and with W&B too.
     python bench/memory.py                                        table of three shapes
     python bench/memory.py --only="--data=my.txt --batch_size=4"  these options of train.py instead
 
-A separate process runs train.py for each figure. For the steps alone, no-ops replace everything
-else that the training loop calls. Each process reads all of the memory-mapped data once, as a
-longer run does, so that its pages count in every figure. On a GPU the figure is the peak memory of
-the tensors. On a CPU it is the peak resident memory of the process, which includes its code and the
+A separate process runs train.py for each figure. For the steps alone it sets the training up and
+only calls train_step. Each process reads all of the memory-mapped data once, as a longer run does,
+so that its pages count in every figure. On a GPU the figure is the peak memory of the tensors. On a CPU it is the peak resident memory of the process, which includes its code and the
 model file that W&B's client maps at the end to hash it.
 """
 import os
@@ -16,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure, fail
-from engine.training import distributed, hardware
+from engine.debug.instruments import UpdateNorms
+from engine.training import hardware
 
 vocab_source = "llama2"  # tokenizer of the stories15M shapes; needs a vocabulary of 32,000
 steps = 6                # steps of each run, which evaluates and saves at every second step
@@ -36,14 +37,13 @@ SHAPES = {"the defaults": "", "stories15M, 8 x 256": f"{STORIES} --batch_size=8"
           "stories15M, 2 x 1024": f"{STORIES} --batch_size=2 --max_seq_len=1024"}
 
 
-class Blind:
-    """Replacement for UpdateNorms that measures nothing."""
-
-    def __init__(self, model, watch):
-        self.wanted, self.take = False, dict
-
-    def __call__(self, params):
-        return distributed.nullcontext()
+def take_steps(train_step, t):
+    """Take the steps of a Training t, and do nothing else that the training loop does."""
+    accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector
+    update_norms = UpdateNorms(t.model)  # it measures nothing unless `wanted` is set
+    for step in range(steps):
+        x, y = t.dataset.batch(step)
+        train_step(t, step, x, y, accept_all, update_norms)
 
 
 def work(words):
@@ -52,23 +52,14 @@ def work(words):
     is the peak memory in bytes.
     """
     import train
+    t, _ = train.main(configure(vars(train), argv=words), steps=0)  # set up and check
+    t.dataset.train.max()  # reads all tokens, so that their pages are in memory
+    t.dataset.val.max()
     if worker == "steps":
-        train.assess = lambda *_: {"loss/val": 0.0}
-        train.data_rows = lambda _: {}
-        train.UpdateNorms = Blind
-        train.save = train.conclude = lambda *_: None
-
-    class Read(train.Dataset):
-        """Dataset that reads all tokens once, so that their pages are in memory."""
-
-        def __init__(self, *args, **given):
-            super().__init__(*args, **given)
-            self.train.max()
-            self.val.max()
-
-    train.Dataset = Read
-    train.start(configure(vars(train), argv=words))
-    print(hardware.peak_memory(distributed.setup(train.device)))
+        take_steps(train.train_step, t)
+    else:
+        train.train(t)
+    print(hardware.peak_memory(t.device))
 
 
 def peak(kind, words, folder):
