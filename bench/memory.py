@@ -7,8 +7,9 @@ checkpoints and exports; and with W&B too.
 
 A separate process runs train.py for each figure. For the steps alone it sets the training up and
 only calls train_step. Each process reads all of the memory-mapped data once, as a longer run does,
-so that its pages count in every figure. On a GPU the figure is the peak memory of the tensors. On a CPU it is the peak resident memory of the process, which includes its code and the
-model file that W&B's client maps at the end to hash it.
+so that its pages count in every figure. On a GPU the figure is the peak memory of the tensors. On a
+CPU it is the peak resident memory of the process, which includes its code and the model file that
+W&B's client maps at the end to hash it.
 """
 import os
 import subprocess
