@@ -507,6 +507,7 @@ distributed.close()
 """
 
 
+@pytest.mark.slow
 def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
     out = tmp_path / "out"
     script = tmp_path / "sharded.py"

@@ -172,6 +172,7 @@ def wide(**values):
     return s, ModelArgs.of(s, 2000)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, capsys):
     s, args = wide()
     monkeypatch.setattr(hardware, "free_memory", lambda device: 480 << 20)

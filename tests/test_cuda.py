@@ -64,7 +64,12 @@ def run(binary, *args, status=0, limit=300, **environment):
     return done
 
 
-@pytest.fixture(scope="module", params=["emulated", "gpu"])
+def test_the_kernels_are_valid_beside_their_emulation():
+    """make test-long runs them; this finds what does not compile."""
+    subprocess.run([*EMULATED, "-fsyntax-only", "runtime/cuda/cuda.cu"], check=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module", params=[pytest.param("emulated", marks=pytest.mark.slow), "gpu"])
 def where(request):
     if request.param == "gpu" and gpu_problem():
         pytest.skip(gpu_problem())

@@ -297,6 +297,7 @@ def time_encoding(run_bin, folder):
             print(f"| {name} | {size:,} | {min(ours):.4f} | {min(theirs):.4f} |", flush=True)
 
 
+@pytest.mark.slow
 def test_long_pieces_do_not_slow_the_encoder(run_bin, tmp_path, capsys):
     """
     Vocabularies made to be slow: 100 kB take less than 300 times as long as with letters alone, where a search of

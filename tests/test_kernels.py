@@ -106,6 +106,7 @@ HEADERS = ("errno.h fcntl.h limits.h math.h pthread.h sched.h signal.h stdatomic
 
 
 @pytest.mark.parametrize("compiler", ["cc", pytest.param(ARM[0], marks=needs_arm)])
+@pytest.mark.slow
 def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
     """A stand-in for macOS and the BSDs: what only Linux has is an error to mention."""
     write_names_away(tmp_path / "other.h", HEADERS, LINUX_MACROS, LINUX_NAMES)

@@ -674,6 +674,7 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     check_page(browser)
 
 
+@pytest.mark.slow
 def test_a_browser_reads_rows_that_it_has_missed(tmp_path, browser):
     """Rows written while the connection was lost, and between the first picture and event."""
     write_run(tmp_path / "out/a", rows=3)

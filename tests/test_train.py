@@ -230,7 +230,7 @@ def test_a_mode_that_sighup_ends_removes_its_folder(folder):
     assert process.wait() == 128 + signal.SIGHUP and not (folder / "mode").exists()
 
 
-@pytest.mark.parametrize("which", ["stdout", "stderr"])
+@pytest.mark.parametrize("which", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])
 def test_a_full_disk_under_the_console_costs_what_is_printed_and_a_note(folder, reference, which):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command(*reference[0], f"--out_dir=console_{which}"), cwd=folder, env=environment(), text=True,
