@@ -77,6 +77,14 @@ def tame(value, depth=MAX_DEPTH):
     return value
 
 
+def with_own_names(settings):
+    """
+    Return the settings of a run under the names of this version, if train.py wrote them: it always
+    writes vocab_source. Another program's `patience` is not our early_stop, and keeps its name.
+    """
+    return renamed(settings) if "vocab_source" in settings else settings
+
+
 class Run:
     """
     A run, as far as its log has been read. Its numbers are kept in columns. Its tables, the
@@ -153,7 +161,7 @@ class Run:
         before, self.config, self.problem, self.config_stamp = self.config, {}, "", now
         if os.path.lexists(path):
             try:
-                self.config = tame(renamed(read_json(path)))
+                self.config = tame(with_own_names(read_json(path)))
             except (OSError, ValueError, MemoryError) as e:
                 self.problem = f"config.json: {reason(e)}"
         if self.count and self.config != before:
@@ -297,7 +305,7 @@ def read_wandb_run(folder):
             name = record["run"].get("display_name", name)
             update = record["run"]["config"]["update"]
             settings = {k: v for k, v in update.items() if k != "_wandb"}
-            run.config |= tame(renamed(settings))
+            run.config = tame(with_own_names(run.config | settings))
         elif record["type"] == "history":
             item = record["history"]["item"]
             step = item.get("iter", item["_step"])

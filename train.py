@@ -343,7 +343,7 @@ def conclude(t, tracker, row):
         if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # an earlier session's, which is out of date now
+        elif t.exports and exported_step(last):  # an earlier session's, which is out of date now
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):

@@ -126,8 +126,9 @@ NO_COUNTERPART = [
 RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
            "within_documents": "document_mask", "vocab_most": "max_vocab_size",
            "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
-# Settings of earlier versions, with their defaults. log_extras replaces them, and noise_scale.
-OLD_EXTRAS = {"wandb_tables": True, "wandb_log_model": True, "wandb_watch": "off"}
+# Settings of earlier versions that log_extras replaces, with their defaults.
+OLD_EXTRAS = {"wandb_tables": True, "wandb_log_model": True, "wandb_watch": "off",
+              "noise_scale": False}
 OLD_WATCH = {"off": "", "all": "gradients,parameters"}
 
 
@@ -141,9 +142,9 @@ def renamed(stored):
         found["checks"] = "-files"
     old = {name: found.pop(name) for name in OLD_EXTRAS if name in found}
     if old and "log_extras" not in found:
-        tables, model, watch = (OLD_EXTRAS | old).values()
+        tables, model, watch, noise_scale = (OLD_EXTRAS | old).values()
         words = ["tables" * bool(tables), "model" * bool(model), OLD_WATCH.get(str(watch), watch),
-                 "noise_scale" * (found.pop("noise_scale", False) is True)]
+                 "noise_scale" * (noise_scale is True)]
         found["log_extras"] = ",".join(str(word) for word in words if word)
     return found
 

@@ -80,15 +80,23 @@ def test_what_is_no_run_costs_a_line_and_without_words_out_is_looked_through(fol
 
 
 def test_a_run_of_an_earlier_version_has_its_settings_under_todays_names(folders):
-    old = {"batch_size": 2, "dim": 32, "tied": False, "within_documents": True, "skip_bad": False, "wandb_tables": True, "wandb_watch": "off"}
-    new = {"batch_size": 4, "dim": 32, "tie_embeddings": True, "document_mask": True, "checks": "all", "log_extras": "tables,model"}
+    old = {"vocab_source": "byte", "batch_size": 2, "dim": 32, "tied": False, "within_documents": True, "skip_bad": False, "wandb_tables": True, "wandb_watch": "off"}
+    new = {"vocab_source": "byte", "batch_size": 4, "dim": 32, "tie_embeddings": True, "document_mask": True, "checks": "all", "log_extras": "tables,model"}
     for folder, config in (("b2", old), ("b4", new)):
         (folders / folder / "config.json").write_text(json.dumps(config))
     first, second = program.read_runs([folders / "b2", folders / "b4"])
     assert program.differences([first, second]) == ["batch_size", "tie_embeddings", "checks"]
-    assert first.config == {"batch_size": 2, "dim": 32, "tie_embeddings": False, "document_mask": True, "log_extras": "tables,model"}
-    (folders / "b2/config.json").write_text(json.dumps({"wandb_watch": [1], "noise_scale": {}, "skip_bad": None, "tied": "x"}))
-    assert program.read_run(folders / "b2").config == {"log_extras": "tables,model,[1]", "tie_embeddings": "x"}
+    assert first.config == {"vocab_source": "byte", "batch_size": 2, "dim": 32, "tie_embeddings": False, "document_mask": True, "log_extras": "tables,model"}
+    (folders / "b2/config.json").write_text(json.dumps({"vocab_source": "byte", "wandb_watch": [1], "noise_scale": {}, "skip_bad": None, "tied": "x"}))
+    assert program.read_run(folders / "b2").config == {"vocab_source": "byte", "log_extras": "tables,model,[1]", "tie_embeddings": "x"}
+    (folders / "b2/config.json").write_text(json.dumps({"vocab_source": "byte", "noise_scale": True}))
+    assert program.read_run(folders / "b2").config == {"vocab_source": "byte", "log_extras": "tables,model,noise_scale"}
+
+
+def test_the_settings_of_another_program_keep_their_names(folders):
+    theirs = {"patience": 3, "tied": True, "skip_bad": True, "noise_scale": 0.5, "sharded": False}
+    (folders / "b2/config.json").write_text(json.dumps(theirs))
+    assert program.read_run(folders / "b2").config == theirs
 
 
 def test_a_resumed_runs_new_settings_are_read_by_who_has_read_the_old_ones(tmp_path):

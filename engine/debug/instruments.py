@@ -177,7 +177,7 @@ def probe(model, batches, tokenizer, amp, examples=6):
             for token, probability in zip(top[b, i].tolist(), top_p[b, i].tolist()):
                 cells += [spell(pieces[token]), round(probability, 4)]
             table.append(cells)
-        metrics |= {"logits/p_target": (p_target.sum() / (targets >= 0).sum()).item(),
+        metrics |= {"logits/p_target": (p_target.sum() / (targets >= 0).sum().clamp(min=1)).item(),
                     "logits/p_max": top_p[..., 0].mean().item(),
                     "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()
