@@ -243,7 +243,7 @@ def run_config(text, path, known):
         return dict.fromkeys(odd)
     imports_all = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
                       for node in nodes)
-    # A file without any name, such as an empty one, is no program.
+    # An empty file, or one of comments alone, uses no names and is accepted.
     if symbols and not imports_all and assigned.isdisjoint(known):
         raise ValueError("it sets no knob")
     # As builtins the knobs can be read, while `space` holds only what the file itself sets.

@@ -337,7 +337,7 @@ class CrossEntropy(torch.autograd.Function):
         rows = math.ceil(len(x) / pieces)
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
-        # Without gradients, x and weight stand in for dx and dw, which are then never written.
+        # Without gradients, dx and dw are never written: x and weight fill their places.
         dx, dw = (torch.empty_like(t) if needs_grad else t for t in (x, weight))
         parts = zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))
         for i, (h, target, dh) in enumerate(parts):  # (rows, D), (rows, 1), (rows, D)

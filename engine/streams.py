@@ -85,7 +85,7 @@ class PrintableStream(io.TextIOWrapper):
 def open_streams():
     """Open standard streams that are closed, and filter stdout and stderr. Call it at the start."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:  # otherwise the next file opened would get its descriptor
+        if getattr(sys, name) is None:  # or the next opened file would get its descriptor
             setattr(sys, name, open(os.devnull, mode))
     for name in "stdout", "stderr":
         stream = getattr(sys, name)

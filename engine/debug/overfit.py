@@ -98,7 +98,7 @@ def memorized_loss(x, y, bos_id, context=None):
     for tokens, targets in zip(x.tolist(), y.tolist()):
         seen = ()
         for token, target in zip(tokens, targets):
-            # The hash stands for all earlier tokens, so that a context is two numbers.
+            # A context is two numbers: a hash of all earlier tokens, and the latest token.
             seen = (token,) if token == bos_id else (hash(seen), token)
             if target >= 0:
                 key = seen if context is None else seen[-1:] * context

@@ -166,8 +166,8 @@ def limit_memory(device, limit):
     if device.type == "cpu" and limit:
         import resource
         reserved = hardware.status_bytes("VmData")
-        # The system limits reserved bytes, of which a process has more than it uses. So the limit
-        # is what is reserved now, plus what the process may still use.
+        # The system limits the bytes that a process reserves, and a process reserves more than it
+        # uses. So the new limit is the bytes reserved now plus those that it may still use.
         new = reserved + max(0, int(limit) - hardware.current_memory(device))
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard != resource.RLIM_INFINITY:

@@ -154,7 +154,7 @@ def adopt(config, given):
                if name in config.defaults and name not in ("dropout", "max_seq_len")}
     for name in sorted(given & {*adopted, *compared}):
         value = getattr(config, name)
-        # hidden_dim=0, say, is stored as it was given: the model has the size that it stands for.
+        # A checkpoint's settings may have hidden_dim=0; the model has the size derived from it.
         same = value in (adopted.get(name), before.get(name))
         if not same and not (name == "vocab_source" and same_content(value, file)):
             fail(f"--{name}={value}: fine-tuning keeps sizes and vocabulary of {config.init_from}, "

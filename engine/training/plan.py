@@ -29,7 +29,7 @@ RESERVE = 0.03        # fraction of the time budget that is kept for what follow
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
-LARGE_TEXT = 1 << 26  # min bytes of a text of which only a part may be prepared
+LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
 GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
                       # below, it still waits for kernel launches
 
