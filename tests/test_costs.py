@@ -185,6 +185,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, ca
     assert "not even a batch of 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_trial_is_a_no(capsys):
     s, args = wide()
     stop = threading.Event()

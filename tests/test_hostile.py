@@ -693,7 +693,7 @@ def seeds(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("runs", ["1500", pytest.param("30000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", ["500", pytest.param("30000", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzzing(request, seeds, tmp_path_factory, target, runs):
     """So many inputs for each target by libFuzzer, or by a loop of our own where there is no clang. No crash, hang or

@@ -365,7 +365,7 @@ def alarms(start, folder, kind, count, **given):
 
 
 @pytest.mark.parametrize("kind, count, vocabulary, shape", [
-    pytest.param(kind, count, vocabulary, shape, marks=[pytest.mark.slow] * (vocabulary == "char"))
+    pytest.param(kind, count, vocabulary, shape, marks=[pytest.mark.slow] * (vocabulary == "char" or number > 1))
     for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
     for count, vocabulary in (((1, 3)[number % 2], "byte"), ((2, 1, 297)[number % 3], "char"))])
 def test_no_false_alarm_of_a_text_of_few_letters(kind, count, vocabulary, shape, start, folder):
