@@ -150,44 +150,46 @@ static bool ask(const char *question, Text *line) {
 }
 
 // ----------------------------------------------------------------------------
-// Evaluating tokens: the session, and the window of tokens that the model sees
+// Evaluating tokens: the engine, and the window of tokens that the model sees
 
 typedef struct {
     llamac_model *model;
     llamac_info info;
     llamac_options options; // options.positions is the context: max tokens that the model sees
-    llamac_session *session;
+    llamac_engine *engine;
+    llamac_sequence *sequence;
     llamac_sampler sampler;
     Printer printer;
     int steps;   // max tokens of a text, or of an answer in a chat
-    int *window; // tokens whose keys and values are cached, at most llamac_positions(session)
+    int *window; // tokens whose keys and values are cached, at most llamac_positions(engine)
     int pos;     // number of tokens in the window
     bool slid;   // the window has slid at least once
     bool told;   // the user has been told that it slid
 } Run;
 
-// Starts a session whose KV cache holds `positions` tokens; the caller passes no more than the
-// context.
-static void start(Run *r, int positions, llamac_logits_kept kept) {
+// Starts an engine whose sequences have up to `positions` tokens; the caller passes no more than
+// the context.
+static void start(Run *r, int positions) {
     llamac_options o = r->options;
     llamac_error error;
     o.positions = positions;
-    o.logits = kept;
-    r->session = llamac_start(r->model, &o, &error);
-    if (!r->session) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
-    if (*llamac_note(r->session)) fprintf(stderr, "%s\n", llamac_note(r->session));
+    r->engine = llamac_start(r->model, &o, &error);
+    if (!r->engine) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
+    r->sequence = llamac_sequence_new(r->engine, &error);
+    if (!r->sequence) die("start", "%s", error.text);
+    if (*llamac_note(r->engine)) fprintf(stderr, "%s\n", llamac_note(r->engine));
     r->window = resize(NULL, positions, sizeof(int));
 }
 
 // Evaluates n tokens from position pos on.
 static void forward(Run *r, const int *tokens, int n, int pos) {
     llamac_error error;
-    if (!llamac_forward(r->session, tokens, n, pos, &error)) die("model", "%s", error.text);
+    if (!llamac_forward(r->sequence, tokens, n, pos, &error)) die("model", "%s", error.text);
 }
 
 static int sample(Run *r, llamac_sampler *sampler) {
     llamac_error error;
-    int token = llamac_sample(r->session, sampler, &error);
+    int token = llamac_sample(r->sequence, sampler, &error);
     if (token < 0) die("model", "%s", error.text);
     return token;
 }
@@ -198,7 +200,7 @@ static int sample(Run *r, llamac_sampler *sampler) {
 // half again. The other half fills before the window slides again, so each token is evaluated twice
 // on average, however long the text is. Returns the number of tokens in the window.
 static int slide(Run *r, const int *tokens, int n) {
-    int positions = llamac_positions(r->session), half = positions > 3 ? positions / 2 : 1;
+    int positions = llamac_positions(r->engine), half = positions > 3 ? positions / 2 : 1;
     int first = r->pos ? r->window[0] : tokens[0];
     int new = n < half ? n : half, old = half - new;
     r->slid = true;
@@ -212,7 +214,7 @@ static int slide(Run *r, const int *tokens, int n) {
 // evaluates all tokens that it then holds; new tokens that do not fit into the half are never
 // evaluated.
 static void feed(Run *r, const int *tokens, int n) {
-    if (n > llamac_positions(r->session) - r->pos) {
+    if (n > llamac_positions(r->engine) - r->pos) {
         n = slide(r, tokens, n);
         tokens = r->window;
         r->pos = 0;
@@ -239,7 +241,7 @@ static void end_text(Run *r) {
     print_end(&r->printer);
     if (r->slid && !r->told)
         fprintf(stderr, "the context of %d tokens is full: it slides over the text\n",
-                llamac_positions(r->session));
+                llamac_positions(r->engine));
     r->told = r->slid;
 }
 
@@ -289,7 +291,7 @@ static void generate(Run *r, Text prompt) {
     if (max > 0) {
         int context = r->options.positions;
         // The last token is not evaluated, so r->steps positions are enough, even with BOS
-        start(r, r->steps < context ? r->steps : context, LLAMAC_SAMPLE_ONLY);
+        start(r, r->steps < context ? r->steps : context);
         begin = seconds();
         feed(r, tokens, n);
         middle = seconds();
@@ -326,7 +328,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     else ask("Enter system prompt (optional): ", &prompt);
     append(&prompt, "", 1); // the zero at the end of a C string
     if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
-    start(r, r->options.positions, LLAMAC_SAMPLE_ONLY);
+    start(r, r->options.positions);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
         int n, *tokens = encode_turn(r, first, prompt.s, first && has_words ? words : line, &n);
         if (pending >= 0) feed(r, &pending, 1);
@@ -346,19 +348,25 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
 // ----------------------------------------------------------------------------
 // Perplexity and logits
 
-// Evaluates up to `max` tokens from position pos on. A session that keeps all logits takes at most
-// llamac_chunk tokens a call. Returns the number of tokens evaluated.
-static int feed_chunk(Run *r, const int *tokens, int max, int pos) {
-    int n = max < llamac_chunk(r->session) ? max : llamac_chunk(r->session);
-    forward(r, tokens, n, pos);
+enum { MAX_ROWS = 128 }; // tokens whose logits are kept at once
+
+// Evaluates up to `max` tokens from position pos on, at most MAX_ROWS, with the logits of each.
+// Returns the number of tokens evaluated.
+static int evaluate_some(Run *r, const int *tokens, int max, int pos) {
+    llamac_batch_token batch[MAX_ROWS];
+    llamac_error error;
+    int n = max < MAX_ROWS ? max : MAX_ROWS;
+    for (int i = 0; i < n; i++)
+        batch[i] = (llamac_batch_token){r->sequence, tokens[i], pos + i, /*logits*/ true};
+    if (!llamac_evaluate(r->engine, batch, n, &error)) die("model", "%s", error.text);
     return n;
 }
 
-// The negative log likelihood of a token by a row of the logits.
-static double nll_of(Run *r, int row, int token) {
+// The negative log likelihood of a token by the logits of token i of the last call.
+static double nll_of(Run *r, int i, int token) {
     llamac_error error;
     double nll = 0;
-    if (!llamac_nll(r->session, row, token, &nll, &error)) die("model", "%s", error.text);
+    if (!llamac_nll(r->engine, i, token, &nll, &error)) die("model", "%s", error.text);
     return nll;
 }
 
@@ -371,11 +379,11 @@ static void perplexity(Run *r, Text text) {
     int inputs = n - 1, context = r->options.positions;
     int window = inputs < context ? inputs : context;
     if (inputs < 1) die("perplexity", "the text has no tokens");
-    start(r, window, LLAMAC_ALL_LOGITS);
+    start(r, window);
     double nll = 0;
     for (int at = 0, T; at < inputs; at += T) {
         int pos = at % window, left = inputs - at, room = window - pos;
-        T = feed_chunk(r, tokens + at, left < room ? left : room, pos);
+        T = evaluate_some(r, tokens + at, left < room ? left : room, pos);
         for (int t = 0; t < T; t++) nll += nll_of(r, t, tokens[at + t + 1]);
         if (!isatty(2)) continue;
         fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
@@ -391,12 +399,14 @@ static void dump_logits(Run *r, Text prompt) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     if (n > r->options.positions)
         die("prompt", "%d tokens, but the context is %d", n, r->options.positions);
-    start(r, n, LLAMAC_ALL_LOGITS);
+    start(r, n);
     for (int at = 0, T; at < n; at += T) {
-        T = feed_chunk(r, tokens + at, n - at, at);
-        const float *logits = llamac_logits(r->session); // (T, vocab_size)
-        print_bytes((const char *)logits, sizeof(float) * T * r->info.vocab_size);
-        for (int t = 0; t < T; t++) nll_of(r, t, 0); // dies if the logits are not finite
+        T = evaluate_some(r, tokens + at, n - at, at);
+        for (int t = 0; t < T; t++) {
+            nll_of(r, t, 0); // dies if the logits are not finite
+            const char *logits = (const char *)llamac_batch_logits(r->engine, t);
+            print_bytes(logits, sizeof(float) * r->info.vocab_size);
+        }
     }
     llamac_free(tokens);
 }
@@ -424,7 +434,7 @@ enum {
     BENCH_RUNS = 5,
     BENCH_SECONDS = 2,  // a further run begins only within this time from the start of the first
     BENCH_PROMPT = 128, // tokens
-    WARM_UP = 20,       // tokens before the first run: the CPU repacks its weights at the 16th
+    WARM_UP = 20,       // tokens before the first run
 };
 
 static int compare_doubles(const void *a, const void *b) {
@@ -470,7 +480,7 @@ static void bench(Run *r, double began, bool json) {
     int decoded = r->steps < context ? r->steps : context;
     double bytes = llamac_bytes_per_token(r->model);
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * r->info.vocab_size / n);
-    start(r, n > decoded ? n : decoded, LLAMAC_SAMPLE_ONLY);
+    start(r, n > decoded ? n : decoded);
     decode_greedily(r, bos, 1);
     double first_token = seconds() - began;
     for (int i = 0; i < WARM_UP; i++) forward(r, &bos, 1, 0);
@@ -483,7 +493,7 @@ static void bench(Run *r, double began, bool json) {
         decode_greedily(r, bos, decoded);
         prompt[runs] = middle - before;
         decode[runs] = seconds() - middle;
-        bandwidth[runs] = llamac_bandwidth(r->session);
+        bandwidth[runs] = llamac_bandwidth(r->engine);
         share[runs] = bandwidth[runs] > 0 ? decoded / decode[runs] * bytes / bandwidth[runs] : 0;
     }
     double decode_speed = decoded / median(decode, runs);
@@ -501,7 +511,7 @@ static void bench(Run *r, double began, bool json) {
                   "read without computing %12.2f GB/s\n"
                   "share of that reached  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
-           llamac_threads(r->session), first_token * 1e3, n, n / median(prompt, runs), decoded,
+           llamac_threads(r->engine), first_token * 1e3, n, n / median(prompt, runs), decoded,
            decode_speed, bytes, bytes * decode_speed / 1e9, median(bandwidth, runs) / 1e9,
            median(share, runs), peak_memory());
 }
@@ -706,7 +716,9 @@ int main(int argc, char **argv) {
                                  .n_threads = (int)o.threads,
                                  .device = o.device,
                                  .no_copy = o.no_copy,
-                                 .kv_bits = kv_bits(o.kv)};
+                                 .sample_only = !o.perplexity && !o.logits,
+                                 .kv_bits = kv_bits(o.kv),
+                                 .isa = getenv("LLAMAC_ISA")};
     r.printer.raw = o.raw;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     uint64_t seed = o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL);
@@ -733,7 +745,8 @@ int main(int argc, char **argv) {
     else generate(&r, prompt);
     flush();
 
-    llamac_stop(r.session);
+    llamac_sequence_free(r.sequence);
+    llamac_stop(r.engine);
     llamac_close(r.model);
     free(r.window);
     free(prompt.s);

@@ -133,33 +133,61 @@ typedef struct {
     size_t list_size;    // bytes
     // the weights are in a mapped file: the system reads pages again that were dropped from memory
     bool mapped;
-    bool no_copy; // the CPU backend must not copy weights: processes share the pages of the file
-    // bits of a number in the KV cache of the CPU: 32, 16 or 8; 0: 16 if the weights are quantised,
-    // else 32
-    int kv_bits;
     // SHA-256 of `data` according to the file, 64 hexadecimal digits; NULL if the file has none
     const char *sha256;
     const char *list_sha256; // likewise of `list`
 } Model;
 
 typedef struct Backend Backend;
+typedef struct Cache Cache; // the KV cache of a sequence: keys and values of its tokens
+
+// Tokens first..first+n-1 of a batch: n consecutive tokens of one sequence, at positions
+// pos..pos+n-1.
+typedef struct {
+    Cache *cache;
+    int first, n, pos;
+} Run;
+
+// The tokens that one pass through the model evaluates.
+typedef struct {
+    const int *tokens; // (T,)
+    int T;
+    const Run *runs; // (n_runs,) in the order of the tokens, which they cover
+    int n_runs;
+    const int *wanted; // (n_wanted,) ascending indices of the tokens whose logits are computed
+    int n_wanted;
+    // (n_wanted, vocab_size) in host memory: where the logits go. NULL if n_wanted is 1 at most and
+    // the backend has `choose`: they stay in its memory
+    float *logits;
+} Batch;
 
 // The operations (ops) of a transformer. Each one fuses several steps where that is faster. embed
 // is called first; the others may follow in any order. For each token,
 // norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight. The format of the KV cache and of values
 // inside an op is private to the backend.
+//
+// What an op computes for a token of the CPU backend does not depend, to the last bit, on the other
+// tokens of the batch.
 struct Backend {
-    int chunk; // max tokens in one call
+    int chunk;    // max tokens of a batch
+    int max_runs; // max runs of a batch
     // begin and end may be NULL. forward calls begin, then the ops unless begin returned false, and
     // always end, which completes the results. If begin returns false, the backend itself computes
-    // tokens (T,) at positions pos..pos+T-1, from a recording of the ops of an earlier call or in
-    // one kernel, and writes the logits where the earlier call did. all_logits: compute the logits
-    // of all T tokens, not only of the last one.
-    bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all_logits);
+    // the batch, from a recording of the ops of an earlier call or in one kernel.
+    bool (*begin)(Backend *, const Batch *);
     void (*end)(Backend *);
     // Returns uninitialised memory for n floats that the ops can use, freed by close; NULL if there
     // is not enough.
     float *(*alloc)(Backend *, size_t n);
+    // Creates an empty cache. Returns NULL if there is not enough memory.
+    Cache *(*new_cache)(Backend *);
+    void (*free_cache)(Backend *, Cache *);
+    // Prepares positions pos..pos+n-1 of the cache to be written; they follow those that are in use
+    // or replace them and all later ones. Returns false if there is not enough memory.
+    bool (*reserve)(Backend *, Cache *, int pos, int n);
+    // Makes an empty cache share the first n positions of another. Returns false if there is not
+    // enough memory.
+    bool (*share)(Backend *, Cache *, const Cache *from, int n);
     // x (T, dim) = rows `tokens` (T,) of the table. The first op of a call of forward
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
     // Computes causal attention of x (T, dim):
@@ -167,19 +195,20 @@ struct Backend {
     //   q (T, q_dim) = y wq^T + bq; k (T, kv_dim) = y wk^T + bk; v (T, kv_dim) = y wv^T + bv
     //   (biases, q_norm and k_norm only if the layer has them)
     //   q_norm and k_norm normalise each head of q and k
-    //   RoPE rotates q and k for positions pos..pos+T-1
-    //   k and v are stored in the cache of the layer
-    //   out (T, q_dim) = attention; token t attends to positions 0..pos+t, or the last `window` of
-    //   them
-    void (*attention)(Backend *, int layer, const Layer *, float *out, const float *x, int pos,
-                      int T);
+    //   RoPE rotates q and k for the positions of the tokens
+    //   k and v are stored in the caches of the layer
+    //   out (T, q_dim) = attention; a token at position p of a sequence attends to its positions
+    //   0..p, or the last `window` of them
+    void (*attention)(Backend *, const Batch *, int layer, const Layer *, float *out,
+                      const float *x);
     // x (T, w.rows) += y (T, w.cols) w^T
     void (*add_product)(Backend *, float *x, const Mat *w, const float *y, int T);
     // x (T, dim) += (silu(y w1^T) * (y w3^T)) w2^T, where y (T, dim) = ffn_norm of x
     void (*feed_forward)(Backend *, const Layer *, float *x, int T);
-    // logits (T, vocab_size), in host memory, = norm(x) output^T of x (T, dim). Without all_logits,
-    // forward passes only the last token's row of x, and T is 1. If the backend has `choose`,
-    // logits may then be NULL: they stay in the backend's memory
+    // x (n, dim) = rows rows[0..n-1] of x; they ascend
+    void (*gather)(Backend *, float *x, const int *rows, int n);
+    // logits (T, vocab_size), in host memory, = norm(x) output^T of x (T, dim). NULL: they stay in
+    // the backend's memory
     void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                    int T);
     // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
@@ -189,18 +218,29 @@ struct Backend {
     // Measures how fast the backend reads weights, in bytes per second. It reads at most n bytes of
     // its own copy or, if it has none, the n bytes at `bytes`
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
+    // Returns the error that has made the backend unusable, or NULL.
+    const char *(*failure)(const Backend *);
     void (*close)(Backend *);
 };
 
-// Opens the CPU backend with a KV cache for `positions` tokens and n_threads threads. Returns NULL,
-// or the error.
-const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
+// What both backends are opened with.
+typedef struct {
+    int positions; // max tokens of a sequence
+    int n_threads; // CPU
+    bool no_copy;  // CPU: do not copy the weights
+    int kv_bits;   // CPU: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights
+    bool (*progress)(void *data, float share); // llamac_options.progress
+    void *data;
+    const struct Kernels *kernels; // CPU: of the instruction set to use
+} Opening;
 
-// Opens the GPU backend with a KV cache for `positions` tokens. Copies the weights to its memory
-// and makes `model` point to them there, until close restores the pointers. Returns NULL, or the
-// error: a constant, or the text in the last argument. After an error, the backend is not open and
-// the model is unchanged.
-const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *);
+// Opens the CPU backend. Returns NULL, or the error.
+const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *);
+
+// Opens the GPU backend. Copies the weights to its memory and makes `model` point to them there,
+// until close restores the pointers. Returns NULL, or the error: a constant, or the text in the last
+// argument. After an error, the backend is not open and the model is unchanged.
+const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *, llamac_error *);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-// Sessions: the forward pass over a backend, and the sampler.
+// Engines, sequences, the forward pass over a backend, and the sampler.
 #include <math.h>
 #include "cpu/kernels.h"
 #include "model.h"
@@ -8,88 +8,320 @@ typedef struct {
     int token;
 } Candidate;
 
-struct llamac_session {
+struct llamac_engine {
     // A copy of llamac_model.transformer and of its array of layers, because the backend may change
     // the pointers to weights
     Model model;
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
     int chunk;              // max tokens in one pass through the backend
-    int positions;          // max tokens in the KV cache
+    int positions;          // max tokens of a sequence
     int n_threads;
-    bool all_logits;      // keep the logits of all tokens
-    bool logits_visible;  // the caller may read the logits, not only the sampler
+    bool (*abort)(void *data); // llamac_options.abort
+    void *data;
+    bool sample_only;     // llamac_options.sample_only
     float *x;             // (chunk, dim) residual stream, in the backend's memory
     float *attention_out; // (chunk, q_dim) output of attention, likewise
-    // (1 or chunk, vocab_size) in host memory; NULL: the logits stay in the backend's memory, and
-    // its `choose` samples from them
-    float *logits;
-    int rows;              // rows of logits after the last llamac_forward; 0 before the first
-    int filled;            // positions that have keys and values: max pos + n of all calls
+    float *logits;        // (capacity, vocab_size) of the last call
+    int capacity;
+    bool on_host; // the last call wrote them to `logits`; else the backend's `choose` knows them
+    int *tokens, *wanted;  // (chunk,) of the pass, see Batch
+    Run *runs;             // (chunk,) likewise
+    int *row_of;           // (n,) for each token of the last call: its row of logits, or -1
+    int n;                 // tokens of the last call, 0 after a failure
+    uint64_t calls;        // that evaluated tokens, so far
     float *probabilities;  // (vocab_size,) for the sampler
     Candidate *candidates; // (vocab_size,) for the sampler
     Error note;            // for llamac_note
 };
 
-static const char no_session[] = "the session is NULL";
+struct llamac_sequence {
+    llamac_engine *engine;
+    Cache *cache;
+    int *tokens;   // (capacity,)
+    int length;    // tokens whose keys and values the cache has
+    int capacity;  // of tokens
+    int row;       // of the logits of its latest token that has some
+    uint64_t call; // that computed them: they are lost after the next one. 0: none
+};
+
+static const char not_finite[] = "the logits are not finite; the weights of the model are broken";
+static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
 static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
+
+static void clear(Error *e) {
+    if (e) e->text[0] = 0;
+}
 
 // ----------------------------------------------------------------------------
 // The transformer
 
-// Runs the model on T tokens at positions pos..pos+T-1, with the ops of backend.h.
-static void compute(const llamac_session *s, const int *tokens, int T, int pos) {
-    const Model *m = &s->model;
+// Runs the model on a batch, with the ops of backend.h.
+static void compute(const llamac_engine *e, const Batch *batch) {
+    const Model *m = &e->model;
     const Weights *w = &m->weights;
-    Backend *b = s->backend;
+    Backend *b = e->backend;
+    int T = batch->T;
 
-    b->embed(b, s->x, &w->token_embedding, tokens, T);
+    b->embed(b, e->x, &w->token_embedding, batch->tokens, T);
     for (int l = 0; l < m->config.n_layers; l++) {
         const Layer *layer = &w->layers[l];
 
-        b->attention(b, l, layer, s->attention_out, s->x, pos, T);
-        b->add_product(b, s->x, &layer->wo, s->attention_out, T);
-        b->feed_forward(b, layer, s->x, T);
+        b->attention(b, batch, l, layer, e->attention_out, e->x);
+        b->add_product(b, e->x, &layer->wo, e->attention_out, T);
+        b->feed_forward(b, layer, e->x, T);
     }
-    int rows = s->all_logits ? T : 1;
-    const float *last_rows = s->x + (size_t)(T - rows) * m->config.dim;
-    b->logits(b, s->logits, &w->norm, &w->output, last_rows, rows);
+    int n = batch->n_wanted;
+    if (n == 0) return;
+    if (n < T) b->gather(b, e->x, batch->wanted, n);
+    b->logits(b, batch->logits, &w->norm, &w->output, e->x, n);
 }
 
-static void forward(llamac_session *s, const int *tokens, int T, int pos) {
-    Backend *b = s->backend;
-    // If begin returns false, the backend computes the tokens itself, and the ops are not called
-    if (!b->begin || b->begin(b, tokens, T, pos, s->all_logits)) compute(s, tokens, T, pos);
+static void forward(llamac_engine *e, const Batch *batch) {
+    Backend *b = e->backend;
+    // If begin returns false, the backend computes the batch itself, and the ops are not called
+    if (!b->begin || b->begin(b, batch)) compute(e, batch);
     if (b->end) b->end(b);
-    s->rows = s->all_logits ? T : 1;
-}
-
-bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
-    CHECK(s, no_session);
-    int vocab_size = s->model.config.vocab_size;
-    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos,
-          "%d tokens at position %d, but there is room for %d", n, pos, s->positions);
-    CHECK(pos <= s->filled,
-          "tokens at position %d, but only %d positions are filled; expected position 0 to %d", pos,
-          s->filled, s->filled);
-    CHECK(tokens, "%d tokens at NULL, expected an array", n);
-    CHECK(!s->all_logits || n <= s->chunk,
-          "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
-    for (int i = 0; i < n; i++)
-        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, outside_vocabulary, tokens[i], vocab_size);
-    int end = pos + n;
-    for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(s, tokens, T, pos);
-    forward(s, tokens, n, pos);
-    if (end > s->filled) s->filled = end;
-    return true;
-}
-
-const float *llamac_logits(const llamac_session *s) {
-    return s && s->logits_visible && s->rows ? s->logits : NULL;
 }
 
 // ----------------------------------------------------------------------------
-// Sessions
+// Sequences
+
+llamac_sequence *llamac_sequence_new(llamac_engine *engine, Error *e) {
+    clear(e);
+    if (!engine) return fail(e, no_engine), NULL;
+    llamac_sequence *s = calloc(1, sizeof *s);
+    Cache *cache = s ? engine->backend->new_cache(engine->backend) : NULL;
+    if (!cache) return free(s), fail(e, no_memory), NULL;
+    s->engine = engine, s->cache = cache;
+    return s;
+}
+
+void llamac_sequence_free(llamac_sequence *s) {
+    if (!s) return;
+    s->engine->backend->free_cache(s->engine->backend, s->cache);
+    free(s->tokens);
+    free(s);
+}
+
+// Makes room for n tokens in s->tokens.
+static bool make_room(llamac_sequence *s, int n, Error *e) {
+    if (n <= s->capacity) return true;
+    int capacity = n < 2 * s->capacity ? 2 * s->capacity : n;
+    int *tokens = resize(s->tokens, capacity, sizeof *tokens);
+    CHECK(tokens, no_memory);
+    s->tokens = tokens, s->capacity = capacity;
+    return true;
+}
+
+llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e) {
+    clear(e);
+    if (!s) return fail(e, no_sequence), NULL;
+    if (n < 0 || n > s->length)
+        return fail(e, "%d tokens of a sequence that has %d", n, s->length), NULL;
+    llamac_sequence *copy = llamac_sequence_new(s->engine, e);
+    Backend *b = s->engine->backend;
+    if (!copy) return NULL;
+    bool ok = make_room(copy, n, e);
+    if (ok && !b->share(b, copy->cache, s->cache, n)) ok = fail(e, no_memory);
+    if (!ok) return llamac_sequence_free(copy), NULL;
+    if (n) memcpy(copy->tokens, s->tokens, n * sizeof *copy->tokens);
+    copy->length = n;
+    return copy;
+}
+
+// Drops the tokens from n on.
+static bool truncate(llamac_sequence *s, int n) {
+    Backend *b = s->engine->backend;
+    if (s->length > n) s->length = n;
+    return b->reserve(b, s->cache, s->length, 0);
+}
+
+bool llamac_sequence_truncate(llamac_sequence *s, int n, Error *e) {
+    clear(e);
+    CHECK(s, no_sequence);
+    CHECK(n >= 0 && n <= s->length, "%d tokens of a sequence that has %d", n, s->length);
+    CHECK(truncate(s, n), no_memory);
+    return true;
+}
+
+int llamac_sequence_length(const llamac_sequence *s) { return s ? s->length : 0; }
+
+const int *llamac_sequence_tokens(const llamac_sequence *s) { return s ? s->tokens : NULL; }
+
+// ----------------------------------------------------------------------------
+// Evaluating tokens
+
+// Checks what can be wrong with a batch before anything is changed.
+static bool check_batch(const llamac_engine *engine, const llamac_batch_token *batch, int n,
+                        size_t size, Error *e) {
+    CHECK(n >= 1, "a batch of %d tokens, expected 1 or more", n);
+    CHECK(batch, "%d tokens at NULL, expected an array", n);
+    CHECK(size == sizeof *batch, "a llamac_batch_token of %zu bytes, expected %zu", size,
+          sizeof *batch);
+    int vocab_size = engine->model.config.vocab_size;
+    for (int i = 0; i < n; i++) {
+        const llamac_batch_token *t = &batch[i];
+        CHECK(t->sequence, no_sequence);
+        CHECK(t->sequence->engine == engine, "token %d is of a sequence of another engine", i);
+        CHECK(t->token >= 0 && t->token < vocab_size, outside_vocabulary, t->token, vocab_size);
+        CHECK(t->position >= 0 && t->position < engine->positions,
+              "a token at position %d, but there is room for %d", t->position, engine->positions);
+    }
+    return true;
+}
+
+// Appends the tokens of the batch to their sequences, and drops what they replace.
+static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch, int n,
+                          Error *e) {
+    for (int i = 0; i < n; i++) {
+        llamac_sequence *s = batch[i].sequence;
+        int pos = batch[i].position;
+        bool first = s->call != engine->calls; // of the sequence in this batch
+        CHECK(pos <= s->length && (first || pos == s->length),
+              "a token at position %d, but the sequence has %d tokens; expected position %d%s", pos,
+              s->length, s->length, first ? " or an earlier one" : "");
+        CHECK(!first || truncate(s, pos), no_memory);
+        s->call = engine->calls, s->row = -1;
+        CHECK(make_room(s, pos + 1, e), no_memory);
+        s->tokens[pos] = batch[i].token;
+        s->length = pos + 1;
+    }
+    return true;
+}
+
+// Makes room for the logits of n tokens. Does nothing if they can stay in the backend's memory,
+// from where `choose` samples the next token.
+static bool make_rows(llamac_engine *engine, int n, Error *e) {
+    engine->on_host = !(engine->sample_only && engine->backend->choose && n <= 1);
+    if (!engine->on_host || n <= engine->capacity) return true;
+    float *logits = resize(engine->logits, (size_t)n * engine->model.config.vocab_size,
+                           sizeof *logits);
+    CHECK(logits, "not enough memory for the logits of %d tokens", n);
+    engine->logits = logits, engine->capacity = n;
+    return true;
+}
+
+// Returns the next pass: as many of the n tokens as the backend takes at once. Its logits are the
+// rows from `row` on.
+static Batch next_pass(llamac_engine *e, const llamac_batch_token *batch, int n, int row) {
+    Batch pass = {.tokens = e->tokens, .runs = e->runs, .wanted = e->wanted};
+    if (e->on_host) pass.logits = e->logits + (size_t)row * e->model.config.vocab_size;
+    const llamac_sequence *last = NULL;
+    for (int t = 0; t < n && t < e->chunk; t++) {
+        const llamac_batch_token *token = &batch[t];
+        if (token->sequence != last) {
+            if (pass.n_runs == e->backend->max_runs) break;
+            e->runs[pass.n_runs++] = (Run){token->sequence->cache, t, 0, token->position};
+            last = token->sequence;
+        }
+        e->runs[pass.n_runs - 1].n++;
+        e->tokens[t] = token->token;
+        if (token->logits) e->wanted[pass.n_wanted++] = t;
+        pass.T = t + 1;
+    }
+    return pass;
+}
+
+// Evaluates the tokens of a batch, which have been appended to their sequences.
+static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int n, Error *e) {
+    Backend *b = engine->backend;
+    int row = 0; // of the next logits
+    for (int at = 0; at < n;) {
+        CHECK(!engine->abort || !engine->abort(engine->data), "aborted by the program");
+        Batch pass = next_pass(engine, batch + at, n - at, row);
+        for (int i = 0; i < pass.n_runs; i++) {
+            const Run *run = &pass.runs[i];
+            CHECK(b->reserve(b, run->cache, run->pos, run->n),
+                  "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer "
+                  "bits of each with --kv");
+        }
+        forward(engine, &pass);
+        const char *failure = b->failure ? b->failure(b) : NULL;
+        CHECK(!failure, "%s", failure);
+        for (int t = 0; t < pass.T; t++, at++) {
+            engine->row_of[at] = batch[at].logits ? row : -1;
+            if (batch[at].logits) batch[at].sequence->row = row++;
+        }
+    }
+    return true;
+}
+
+bool llamac_evaluate_sized(llamac_engine *engine, const llamac_batch_token *batch, int n,
+                           size_t size, Error *e) {
+    clear(e);
+    CHECK(engine, no_engine);
+    if (!check_batch(engine, batch, n, size, e)) return false;
+    int rows = 0, *row_of = resize(engine->row_of, n, sizeof *row_of);
+    CHECK(row_of, no_memory);
+    engine->row_of = row_of, engine->n = 0, engine->calls++;
+    for (int i = 0; i < n; i++) rows += batch[i].logits;
+    bool ok = make_rows(engine, rows, e) && append_tokens(engine, batch, n, e)
+              && evaluate(engine, batch, n, e);
+    if (ok) engine->n = n;
+    for (int i = 0; !ok && i < n; i++) { // drop what was appended
+        llamac_sequence *s = batch[i].sequence;
+        if (s->call == engine->calls) truncate(s, batch[i].position);
+        s->row = -1;
+    }
+    return ok;
+}
+
+bool llamac_forward(llamac_sequence *s, const int *tokens, int n, int pos, Error *e) {
+    clear(e);
+    CHECK(s, no_sequence);
+    llamac_engine *engine = s->engine;
+    CHECK(n >= 1 && pos >= 0 && n <= engine->positions - pos,
+          "%d tokens at position %d, but there is room for %d", n, pos, engine->positions);
+    CHECK(tokens, "%d tokens at NULL, expected an array", n);
+    llamac_batch_token one, *batch = n > 1 ? resize(NULL, n, sizeof *batch) : &one;
+    CHECK(batch, no_memory);
+    for (int i = 0; i < n; i++)
+        batch[i] = (llamac_batch_token){s, tokens[i], pos + i, /*logits*/ i == n - 1};
+    bool ok = llamac_evaluate(engine, batch, n, e);
+    if (n > 1) free(batch);
+    return ok;
+}
+
+// Returns the row of the logits of a sequence, or -1.
+static int row_of(const llamac_sequence *s) {
+    return s && s->engine->n && s->call == s->engine->calls ? s->row : -1;
+}
+
+static const float *row_at(const llamac_engine *engine, int row) {
+    bool there = row >= 0 && engine->on_host && !engine->sample_only;
+    return there ? engine->logits + (size_t)row * engine->model.config.vocab_size : NULL;
+}
+
+const float *llamac_logits(const llamac_sequence *s) {
+    return s ? row_at(s->engine, row_of(s)) : NULL;
+}
+
+const float *llamac_batch_logits(const llamac_engine *engine, int i) {
+    return engine && i >= 0 && i < engine->n ? row_at(engine, engine->row_of[i]) : NULL;
+}
+
+bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Error *e) {
+    clear(e);
+    CHECK(engine, no_engine);
+    CHECK(nll, "the place for the result is NULL");
+    int n = engine->model.config.vocab_size;
+    const float *logits = llamac_batch_logits(engine, i);
+    CHECK(logits, "there are no logits of token %d of the last call, which evaluated %d tokens", i,
+          engine->n);
+    CHECK(token >= 0 && token < n, outside_vocabulary, token, n);
+    double max = -INFINITY, sum = 0;
+    for (int j = 0; j < n; j++) {
+        CHECK(isfinite(logits[j]), not_finite);
+        max = logits[j] > max ? logits[j] : max;
+    }
+    for (int j = 0; j < n; j++) sum += exp(logits[j] - max);
+    *nll = log(sum) + max - logits[token];
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// Engines
 
 #ifdef CUDA
 enum { HAS_CUDA = 1 };
@@ -97,35 +329,35 @@ enum { HAS_CUDA = 1 };
 enum { HAS_CUDA = 0 };
 
 // The linker needs this in a build without CUDA, which never calls it
-const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
-    (void)b, (void)m, (void)positions, (void)e;
+const char *llamac_cuda_open(Backend **b, Model *m, const Opening *o, Error *e) {
+    (void)b, (void)m, (void)o, (void)e;
     return "no GPU";
 }
 #endif
 
 // Opens the backend and allocates the activations. On failure, closes the backend, which restores
-// s->model, and sets s->backend to NULL, so another backend can be tried.
-static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
-    Model *m = &s->model;
+// engine->model, and sets engine->backend to NULL, so another backend can be tried.
+static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening, Error *e) {
+    Model *m = &engine->model;
     Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
-    CHECK(!gpu || !m->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else 16, "
-                               "and cannot be changed; leave --kv out");
-    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &text)
-                            : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
+    CHECK(!gpu || !opening->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else "
+                                     "16, and cannot be changed; leave --kv out");
+    const char *wrong = gpu ? llamac_cuda_open(&engine->backend, m, opening, &text)
+                            : llamac_cpu_open(&engine->backend, m, opening);
     CHECK(!wrong, "%s", wrong);
-    Backend *b = s->backend;
-    size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
-    bool on_host = kept != LLAMAC_SAMPLE_ONLY || !b->choose; // logits are copied to host memory
-    s->x = b->alloc(b, T * m->config.dim);
-    s->attention_out = b->alloc(b, T * m->config.q_dim);
-    if (on_host)
-        s->logits = resize(NULL, (s->all_logits ? T : 1) * m->config.vocab_size, sizeof(float));
-    bool ok = s->x && s->attention_out && (s->logits || !on_host);
+    Backend *b = engine->backend;
+    size_t T = engine->chunk = opening->positions < b->chunk ? opening->positions : b->chunk;
+    if (b->max_runs > 1) T = engine->chunk = b->chunk; // of several sequences
+    engine->x = b->alloc(b, T * m->config.dim);
+    engine->attention_out = b->alloc(b, T * m->config.q_dim);
+    engine->tokens = resize(NULL, T, sizeof(int));
+    engine->wanted = resize(NULL, T, sizeof(int));
+    engine->runs = resize(NULL, T, sizeof(Run));
+    bool ok = engine->x && engine->attention_out && engine->tokens && engine->wanted
+              && engine->runs;
     if (!ok) {
         b->close(b);
-        free(s->logits);
-        s->backend = NULL;
-        s->logits = NULL;
+        engine->backend = NULL;
     }
     CHECK(ok, "not enough memory for the activations");
     return true;
@@ -133,8 +365,8 @@ static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, E
 
 enum { MAX_THREADS = 1024 };
 
-static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
-    const Config *c = &s->model.config;
+static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e) {
+    const Config *c = &engine->model.config;
     const char *device = o->device ? o->device : HAS_CUDA ? "cuda" : "cpu";
     bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
     CHECK(cpu || automatic || !strcmp(device, "cuda"),
@@ -145,72 +377,88 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
           "%d positions, but the model's context is %d", o->positions, c->seq_len);
     CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS,
           "%d threads, expected 1 to %d, or 0 for one per core", o->n_threads, MAX_THREADS);
-    CHECK(o->logits == LLAMAC_SAMPLE_ONLY || o->logits == LLAMAC_LAST_LOGITS
-              || o->logits == LLAMAC_ALL_LOGITS,
-          "logits is %d, expected LLAMAC_SAMPLE_ONLY, LLAMAC_LAST_LOGITS or LLAMAC_ALL_LOGITS",
-          (int)o->logits);
     int kv = o->kv_bits;
     CHECK(!kv || kv == 32 || kv == 16 || kv == 8, "a KV cache of %d bits, expected 32, 16 or 8",
           kv);
-    s->positions = o->positions ? o->positions : c->seq_len;
-    s->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
-    s->all_logits = o->logits == LLAMAC_ALL_LOGITS;
-    s->logits_visible = o->logits != LLAMAC_SAMPLE_ONLY;
-    const Kernels *kernels = llamac_choose_kernels();
-    s->kernels = kernels ? kernels : &llamac_reference;
-    s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
-    s->probabilities = resize(NULL, c->vocab_size, sizeof(float));
-    CHECK(s->candidates && s->probabilities, no_memory);
+    engine->kernels = llamac_choose_kernels(o->isa);
+    CHECK(engine->kernels,
+          "'%.40s' is no instruction set of this machine, expected scalar, avx2, avx512, "
+          "avx512bf16, neon or neondot",
+          o->isa);
+    engine->positions = o->positions ? o->positions : c->seq_len;
+    engine->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
+    engine->sample_only = o->sample_only;
+    engine->abort = o->abort, engine->data = o->data;
+    engine->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
+    engine->probabilities = resize(NULL, c->vocab_size, sizeof(float));
+    CHECK(engine->candidates && engine->probabilities, no_memory);
+    Opening opening = {.positions = engine->positions,
+                       .n_threads = engine->n_threads,
+                       .no_copy = o->no_copy,
+                       .kv_bits = kv,
+                       .progress = o->progress,
+                       .data = o->data,
+                       .kernels = engine->kernels};
     if (!cpu && HAS_CUDA) {
         Error gpu_error;
-        if (open_backend(s, true, o->logits, &gpu_error)) return true;
+        if (open_backend(engine, true, &opening, &gpu_error)) return true;
         CHECK(automatic, "%s", gpu_error.text);
-        // fail only writes the note: the session begins, on the CPU
-        fail(&s->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
+        // fail only writes the note: the engine starts, on the CPU
+        fail(&engine->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
-    return open_backend(s, false, o->logits, e);
+    return open_backend(engine, false, &opening, e);
 }
 
-double llamac_bandwidth(const llamac_session *s) {
-    const uint8_t *first;
-    if (!s) return 0;
-    // n: bytes of weights that one token reads; first: their lowest address
-    uint64_t n = llamac_weight_bytes(&s->model, &first);
-    return s->backend->bandwidth(s->backend, first, n);
-}
-
-int llamac_threads(const llamac_session *s) { return s ? s->n_threads : 0; }
-
-llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
+llamac_engine *llamac_start_sized(const llamac_model *model, const llamac_options *options,
+                                  size_t size, Error *e) {
+    clear(e);
     if (!model) return fail(e, no_model), NULL;
+    llamac_options o = {0};
+    if (options && size > sizeof o)
+        return fail(e, "llamac_options of %zu bytes, expected at most %zu: the program was "
+                       "compiled with a newer llamac.h than the library",
+                    size, sizeof o), NULL;
+    if (options) memcpy(&o, options, size);
     const Model *m = &model->transformer;
-    llamac_session *s = calloc(1, sizeof *s);
+    llamac_engine *engine = calloc(1, sizeof *engine);
     Layer *layers = resize(NULL, m->config.n_layers, sizeof *layers);
-    if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
+    if (!engine || !layers) return free(engine), free(layers), fail(e, no_memory), NULL;
     memcpy(layers, m->weights.layers, m->config.n_layers * sizeof *layers);
-    s->model = *m;
-    s->model.weights.layers = layers;
-    s->model.no_copy = options && options->no_copy;
-    s->model.kv_bits = options ? options->kv_bits : 0;
-    if (open_session(s, options ? options : &(llamac_options){0}, e)) return s;
-    return llamac_stop(s), NULL;
+    engine->model = *m;
+    engine->model.weights.layers = layers;
+    if (open_engine(engine, &o, e)) return engine;
+    return llamac_stop(engine), NULL;
 }
 
-void llamac_stop(llamac_session *s) {
-    if (!s) return;
-    if (s->backend) s->backend->close(s->backend);
-    free(s->logits);
-    free(s->candidates);
-    free(s->probabilities);
-    free(s->model.weights.layers);
-    free(s);
+void llamac_stop(llamac_engine *engine) {
+    if (!engine) return;
+    if (engine->backend) engine->backend->close(engine->backend);
+    free(engine->logits);
+    free(engine->tokens);
+    free(engine->wanted);
+    free(engine->runs);
+    free(engine->row_of);
+    free(engine->candidates);
+    free(engine->probabilities);
+    free(engine->model.weights.layers);
+    free(engine);
 }
 
-const char *llamac_note(const llamac_session *s) { return s ? s->note.text : ""; }
+int llamac_version(void) { return LLAMAC_VERSION; }
 
-int llamac_chunk(const llamac_session *s) { return s ? s->chunk : 0; }
+const char *llamac_note(const llamac_engine *engine) { return engine ? engine->note.text : ""; }
 
-int llamac_positions(const llamac_session *s) { return s ? s->positions : 0; }
+int llamac_positions(const llamac_engine *engine) { return engine ? engine->positions : 0; }
+
+int llamac_threads(const llamac_engine *engine) { return engine ? engine->n_threads : 0; }
+
+double llamac_bandwidth(const llamac_engine *engine) {
+    const uint8_t *first;
+    if (!engine) return 0;
+    // n: bytes of weights that one token reads; first: their lowest address
+    uint64_t n = llamac_weight_bytes(&engine->model, &first);
+    return engine->backend->bandwidth(engine->backend, first, n);
+}
 
 // ----------------------------------------------------------------------------
 // The sampler: llama2.c's, so a seed gives the same text
@@ -257,7 +505,7 @@ static void sink(Candidate *c, int n, int i) {
 }
 
 // Samples from the smallest set of tokens whose total probability exceeds topp (Holtzman 2019).
-static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
+static int sample_topp(const llamac_engine *s, const float *p, float topp, float coin) {
     int n = 0, vocab_size = s->model.config.vocab_size;
     // The set needs no token below the cutoff. Unless all tokens are below it, at most
     // vocab_size - 1 are; their total is less than 1 - topp, so that of the others exceeds topp
@@ -286,15 +534,13 @@ static int sample_topp(const llamac_session *s, const float *p, float topp, floa
     return c[left].token;
 }
 
-static const char not_finite[] = "the logits are not finite; the weights of the model are broken";
-
 // The reciprocal of a subnormal temperature can be infinite
 static bool is_greedy(const llamac_sampler *s) {
     return s->temperature == 0 || isinf(1 / s->temperature);
 }
 
 // Samples from logits (vocab_size,) in host memory.
-static int sample(const llamac_session *s, llamac_sampler *sampler, const float *logits) {
+static int sample(const llamac_engine *s, llamac_sampler *sampler, const float *logits) {
     int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
     if (best < 0 || is_greedy(sampler)) return best;
     float *p = s->probabilities, cdf = 0;
@@ -312,36 +558,23 @@ static int sample(const llamac_session *s, llamac_sampler *sampler, const float 
     return n - 1;
 }
 
-int llamac_sample(llamac_session *s, llamac_sampler *sampler, Error *e) {
-    if (!s || !sampler) return fail(e, s ? "the sampler is NULL" : no_session), -1;
-    Backend *b = s->backend;
-    int next;
-    if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
+int llamac_sample(llamac_sequence *s, llamac_sampler *sampler, Error *e) {
+    clear(e);
+    if (!s || !sampler) return fail(e, s ? "the sampler is NULL" : no_sequence), -1;
+    const llamac_engine *engine = s->engine;
+    Backend *b = engine->backend;
+    int next, row = row_of(s);
+    if (row < 0)
+        return fail(e, "there are no logits of the sequence: expected a call that evaluates a "
+                       "token of it, and no other call since"), -1;
     if (!(sampler->temperature >= 0))
         return fail(e, "the temperature is %g, expected 0 or more", sampler->temperature), -1;
     if (!(sampler->topp >= 0 && sampler->topp <= 1))
         return fail(e, "top-p is %g, expected 0 to 1", sampler->topp), -1;
-    if (s->logits)
-        next = sample(s, sampler, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
+    if (engine->on_host)
+        next = sample(engine, sampler, engine->logits + (size_t)row * engine->model.config.vocab_size);
     else if (is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, sampler->temperature, sampler->topp, random_float(sampler));
     if (next < 0) fail(e, not_finite);
     return next;
-}
-
-bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
-    CHECK(s, no_session);
-    CHECK(nll, "the place for the result is NULL");
-    int n = s->model.config.vocab_size;
-    CHECK(s->logits_visible && row >= 0 && row < s->rows,
-          "there is no row %d of logits: the last call left %d", row,
-          s->logits_visible ? s->rows : 0);
-    CHECK(token >= 0 && token < n, outside_vocabulary, token, n);
-    const float *logits = s->logits + (size_t)row * n;
-    // log(sum of exp(logits)) - logits[token], shifted by the largest so that exp cannot overflow
-    float largest = s->kernels->largest(logits, n);
-    CHECK(!isnan(largest), not_finite);
-    memcpy(s->probabilities, logits, n * sizeof *logits);
-    *nll = log(s->kernels->exponentials(s->probabilities, largest, 1, n)) + largest - logits[token];
-    return true;
 }

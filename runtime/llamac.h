@@ -2,22 +2,30 @@
 //
 //     llamac_error error;
 //     llamac_model *model = llamac_open("model.gguf", 0, &error);
-//     llamac_session *session = llamac_start(model, NULL, &error);
+//     llamac_engine *engine = llamac_start(model, NULL, &error);
+//     llamac_sequence *sequence = llamac_sequence_new(engine, &error);
 //     int n, *tokens = llamac_encode(model, "Once", 4, true, &n, &error);
-//     llamac_forward(session, tokens, n, 0, &error);
+//     llamac_forward(sequence, tokens, n, 0, &error);
+//     int next = llamac_sample(sequence, &(llamac_sampler){0}, &error);
 //
-// examples/embed.c is a complete program.
+// A model is the file: its weights and its tokenizer. An engine has what computes: the threads or
+// the GPU, and the weights in the layout that they need. A sequence is a text that the engine
+// works on: its tokens and their KV cache. examples/embed.c is a complete program.
 //
 // Errors: the last parameter of a function that can fail is a llamac_error *, which may be NULL. On
 // failure, the function returns NULL, false or -1 and writes one line to the error. On success, it
-// does not change the error. Passing NULL as the model or session is a failure; a function without
-// an error parameter then returns 0, false, NULL or "".
-// The library prints nothing and does not end the program, with one exception: after a CUDA error
-// that leaves the GPU unusable, it prints one line to stderr and calls _exit(1).
+// makes the error empty. Passing NULL as the model, engine or sequence is a failure; a function
+// without an error parameter then returns 0, false, NULL or "".
+// The library prints nothing, reads no environment variable, and never ends the program.
 //
-// Threads: there is no static state, so a program may have any number of models and sessions.
+// Threads: there is no static state, so a program may have any number of models and engines.
 // Threads may share a model, but not while llamac_open_tokenizer or llamac_use_template changes it.
-// A session may be used by one thread at a time.
+// An engine, together with its sequences, may be used by one thread at a time. Their texts do not
+// depend on each other: a sequence's logits are the same to the last bit whatever other sequences
+// are in the batch, and however its tokens were divided into calls.
+//
+// Versions: a struct that a program passes or receives may get new fields at its end. The library
+// learns from sizeof, by which the inline functions call it, which fields the program knows.
 #ifndef LLAMAC_H
 #define LLAMAC_H
 
@@ -35,9 +43,14 @@
 extern "C" {
 #endif
 
-typedef struct llamac_model llamac_model; // weights and tokenizer of a file
-// A context: the KV cache, and the threads or the GPU that compute.
-typedef struct llamac_session llamac_session;
+#define LLAMAC_VERSION 2
+
+// Returns the LLAMAC_VERSION that the library was compiled with.
+LLAMAC_API int llamac_version(void);
+
+typedef struct llamac_model llamac_model;       // weights and tokenizer of a file
+typedef struct llamac_engine llamac_engine;     // threads or GPU, with the weights as they need them
+typedef struct llamac_sequence llamac_sequence; // tokens and their KV cache
 
 typedef struct { char text[512]; } llamac_error; // printable ASCII
 
@@ -65,7 +78,7 @@ LLAMAC_API bool llamac_open_tokenizer(llamac_model *, const char *path, llamac_e
 // export.py writes it.
 LLAMAC_API bool llamac_verify(const llamac_model *, llamac_error *);
 
-// Frees a model. Stop all its sessions first. NULL is allowed.
+// Frees a model. Stop all its engines first. NULL is allowed.
 LLAMAC_API void llamac_close(llamac_model *);
 
 typedef struct {
@@ -77,8 +90,14 @@ typedef struct {
     int eot;      // token that ends an answer of a chat; -1: the tokenizer has none
 } llamac_info;
 
-// Describes a model. For NULL, bos, eos and eot are -1 and all other fields 0.
-LLAMAC_API llamac_info llamac_describe(const llamac_model *);
+// Describes a model. For NULL, bos, eos and eot are -1 and all other fields 0. `size` is
+// sizeof(llamac_info) of the caller.
+LLAMAC_API void llamac_describe_sized(const llamac_model *, llamac_info *, size_t size);
+static inline llamac_info llamac_describe(const llamac_model *model) {
+    llamac_info info;
+    llamac_describe_sized(model, &info, sizeof info);
+    return info;
+}
 
 // ----------------------------------------------------------------------------
 // Text
@@ -113,8 +132,8 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Encodes an earlier answer without its end marker, to rebuild a conversation in a new session. The
-// session that sampled the answer does not need this: its KV cache has the tokens. If llamac_sample
+// Encodes an earlier answer without its end marker, to rebuild a conversation in a new sequence. The
+// sequence that sampled the answer does not need this: its KV cache has the tokens. If llamac_sample
 // returns the end marker, do not evaluate it. In both cases the next llamac_encode_turn adds it.
 // Returns the tokens like llamac_encode.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n,
@@ -129,61 +148,106 @@ LLAMAC_API void llamac_free(void *);
 // ----------------------------------------------------------------------------
 // Computing
 
-typedef enum {
-    // No logits: only llamac_sample uses them, so a GPU does not copy them to the host
-    LLAMAC_SAMPLE_ONLY,
-    LLAMAC_LAST_LOGITS, // logits of the last token of each llamac_forward
-    LLAMAC_ALL_LOGITS,  // logits of all tokens of each llamac_forward, at most llamac_chunk tokens
-} llamac_logits_kept;
-
 typedef struct {
-    int positions; // max tokens in the KV cache; 0: the seq_len of the model
+    int positions; // max tokens of a sequence; 0: the seq_len of the model
     int n_threads; // threads of the CPU; 0: one for each usable core, at most 64
     // cpu, cuda, or auto: cuda if it can be used, else cpu. NULL: cuda in a build with CUDA, else
     // cpu
     const char *device;
     // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
-    // pages of the file. By default, a session makes the copy after its first tokens if
-    // there is enough memory
+    // pages of the file. By default, llamac_start makes the copy if there is enough memory
     bool no_copy;
-    llamac_logits_kept logits; // logits that the program can read
+    // The program reads no logits, it only calls llamac_sample: a GPU then keeps them in its memory
+    bool sample_only;
     // CPU: bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else
     // 32. A GPU requires 0
     int kv_bits;
+    // Called while llamac_start prepares the weights, with the share that is done, from 0 to 1. If
+    // it returns false, llamac_start fails. May be NULL
+    bool (*progress)(void *data, float share);
+    // Called from time to time during a call that evaluates tokens. If it returns true, the call
+    // fails and the engine can be used again. May be NULL
+    bool (*abort)(void *data);
+    void *data; // for `progress` and `abort`
+    // CPU: name of an instruction set that the kernels must use, for tests: scalar, avx2, avx512,
+    // avx512bf16, neon or neondot. NULL: the best that the machine has
+    const char *isa;
 } llamac_options;
 
-// Begins a session. NULL options are options that are all zero. Sessions share the file of their
-// model, but each may keep its own copy of the weights: see no_copy.
-LLAMAC_API llamac_session *llamac_start(const llamac_model *, const llamac_options *,
-                                        llamac_error *);
+// Starts an engine. NULL options are options that are all zero. `size` is sizeof(llamac_options).
+// Copies the weights to the device or, on the CPU, to a layout that is faster to multiply.
+LLAMAC_API llamac_engine *llamac_start_sized(const llamac_model *, const llamac_options *,
+                                             size_t size, llamac_error *);
+static inline llamac_engine *llamac_start(const llamac_model *model, const llamac_options *options,
+                                          llamac_error *error) {
+    return llamac_start_sized(model, options, sizeof *options, error);
+}
 
-// Ends a session. NULL is allowed.
-LLAMAC_API void llamac_stop(llamac_session *);
+// Stops an engine. Free all its sequences first. NULL is allowed.
+LLAMAC_API void llamac_stop(llamac_engine *);
 
-// Returns a message for the user about how the session began, such as why it fell back to the CPU;
+// Returns a message for the user about how the engine started, such as why it fell back to the CPU;
 // "" if there is none.
-LLAMAC_API const char *llamac_note(const llamac_session *);
+LLAMAC_API const char *llamac_note(const llamac_engine *);
 
-// Returns the max n of llamac_forward with LLAMAC_ALL_LOGITS.
-LLAMAC_API int llamac_chunk(const llamac_session *);
+// Returns the max tokens of a sequence.
+LLAMAC_API int llamac_positions(const llamac_engine *);
 
-// Returns the capacity of the KV cache in tokens.
-LLAMAC_API int llamac_positions(const llamac_session *);
+// Begins an empty sequence.
+LLAMAC_API llamac_sequence *llamac_sequence_new(llamac_engine *, llamac_error *);
 
-// Evaluates n tokens at positions pos..pos+n-1, where pos + n is llamac_positions at most. Earlier
-// calls must have filled positions 0..pos-1. pos may be lower than the number of filled positions:
-// the new tokens then replace the old ones at pos..pos+n-1. Later positions keep their old tokens
-// and still count as filled, but the new tokens do not attend to them.
-LLAMAC_API bool llamac_forward(llamac_session *, const int *tokens, int n, int pos, llamac_error *);
+// Frees a sequence. NULL is allowed.
+LLAMAC_API void llamac_sequence_free(llamac_sequence *);
 
-// Returns the logits of the last call: (vocab_size,) floats or, with LLAMAC_ALL_LOGITS, (n,
-// vocab_size). NULL with LLAMAC_SAMPLE_ONLY, and before the first call.
-LLAMAC_API const float *llamac_logits(const llamac_session *);
+// Begins a sequence with the first n tokens of another. They share the memory of these tokens as
+// long as neither changes them.
+LLAMAC_API llamac_sequence *llamac_sequence_copy(const llamac_sequence *, int n, llamac_error *);
 
-// Computes *nll = -log of the probability of `token` from a row of llamac_logits: row 0 with
-// LLAMAC_LAST_LOGITS, row 0..n-1 with LLAMAC_ALL_LOGITS. Fails with LLAMAC_SAMPLE_ONLY, or if the
-// logits are not finite.
-LLAMAC_API bool llamac_nll(llamac_session *, int row, int token, double *nll, llamac_error *);
+// Drops all tokens but the first n.
+LLAMAC_API bool llamac_sequence_truncate(llamac_sequence *, int n, llamac_error *);
+
+// Returns the number of tokens of a sequence.
+LLAMAC_API int llamac_sequence_length(const llamac_sequence *);
+
+// Returns the tokens of a sequence, which the next call that evaluates tokens may move.
+LLAMAC_API const int *llamac_sequence_tokens(const llamac_sequence *);
+
+// Evaluates n tokens at positions pos..pos+n-1, where pos + n is llamac_positions at most. The
+// sequence has at least pos tokens; those from pos on are dropped first. Computes the logits of the
+// last token. On failure, the sequence has pos tokens at most.
+LLAMAC_API bool llamac_forward(llamac_sequence *, const int *tokens, int n, int pos,
+                               llamac_error *);
+
+// A token of a batch.
+typedef struct {
+    llamac_sequence *sequence;
+    int token;
+    // Place of the token in its sequence. The first token of a sequence in the batch replaces the
+    // sequence from there on, as in llamac_forward; each further token of it has the next position
+    int position;
+    bool logits; // compute the logits of this token
+} llamac_batch_token;
+
+// Evaluates n tokens of any sequences of the engine. `size` is sizeof(llamac_batch_token).
+LLAMAC_API bool llamac_evaluate_sized(llamac_engine *, const llamac_batch_token *batch, int n,
+                                      size_t size, llamac_error *);
+static inline bool llamac_evaluate(llamac_engine *engine, const llamac_batch_token *batch, int n,
+                                   llamac_error *error) {
+    return llamac_evaluate_sized(engine, batch, n, sizeof *batch, error);
+}
+
+// Returns the logits (vocab_size,) of the latest token of the sequence for which they were
+// computed. They are valid until the engine evaluates again; NULL after that, and with
+// sample_only.
+LLAMAC_API const float *llamac_logits(const llamac_sequence *);
+
+// Returns the logits (vocab_size,) of token i of the engine's last call: of llamac_evaluate, or of
+// llamac_forward, which computes only those of its last token. NULL if there are none.
+LLAMAC_API const float *llamac_batch_logits(const llamac_engine *, int i);
+
+// Computes *nll = -log of the probability of `token` by the logits of token i of the last call.
+// Fails if there are none, or if they are not finite.
+LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll, llamac_error *);
 
 typedef struct {
     float temperature; // 0: greedy
@@ -191,23 +255,23 @@ typedef struct {
     uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
 } llamac_sampler;
 
-// Samples the token after the last one evaluated. Does not evaluate it: another call samples from
-// the same logits again. Fails if the logits are not finite. The sampler is
+// Samples the token after the latest one whose logits were computed. Does not evaluate it: another
+// call samples from the same logits again. Fails if the logits are not finite. The sampler is
 // that of llama2.c, so that the same seed gives the same text.
-LLAMAC_API int llamac_sample(llamac_session *, llamac_sampler *, llamac_error *);
+LLAMAC_API int llamac_sample(llamac_sequence *, llamac_sampler *, llamac_error *);
 
 // ----------------------------------------------------------------------------
 // Speed
 
 // Returns the number of CPU threads that compute.
-LLAMAC_API int llamac_threads(const llamac_session *);
+LLAMAC_API int llamac_threads(const llamac_engine *);
 
 // Returns the bytes of weights that are read to evaluate one token.
 LLAMAC_API double llamac_bytes_per_token(const llamac_model *);
 
-// Measures how fast the session can read its weights if it does nothing else, in bytes per second.
+// Measures how fast the engine can read its weights if it does nothing else, in bytes per second.
 // This, divided by llamac_bytes_per_token, is an upper bound of the tokens per second.
-LLAMAC_API double llamac_bandwidth(const llamac_session *);
+LLAMAC_API double llamac_bandwidth(const llamac_engine *);
 
 #ifdef __cplusplus
 }

@@ -671,7 +671,7 @@ void llamac_close(llamac_model *m) {
     free(m);
 }
 
-llamac_info llamac_describe(const llamac_model *m) {
+static llamac_info info_of(const llamac_model *m) {
     if (!m) return (llamac_info){.bos = -1, .eos = -1, .eot = -1};
     const Config *c = &m->transformer.config;
     const Tokenizer *t = &m->tokenizer;
@@ -689,6 +689,12 @@ llamac_info llamac_describe(const llamac_model *m) {
     if (t->pieces)
         info.add_bos = t->add_bos, info.bos = t->bos, info.eos = t->eos, info.eot = t->eot;
     return info;
+}
+
+void llamac_describe_sized(const llamac_model *m, llamac_info *info, size_t size) {
+    const llamac_info known = info_of(m);
+    memset(info, 0, size); // also the fields that this library does not know
+    memcpy(info, &known, size < sizeof known ? size : sizeof known);
 }
 
 uint64_t llamac_weight_bytes(const Model *m, const uint8_t **first) {

@@ -1,4 +1,5 @@
 // RoPE, the KV cache, and attention of one token or of many.
+#include <stdlib.h>
 #include "cpu.h"
 
 // ----------------------------------------------------------------------------
@@ -10,9 +11,10 @@ static int second_of_pair(const Config *c, int i) {
     return c->rope_halves ? i + c->head_dim / 2 : 2 * i + 1;
 }
 
+// Computes the rotations of RoPE for positions 0..positions-1 that are still missing.
 // Angles (position * frequency) are in double precision: at position 2000, a float would be off by
 // 1e-4 radians.
-void llamac_extend_rotations(Cpu *cpu, int positions) {
+static void extend_rotations(Cpu *cpu, int positions) {
     const Config *c = &cpu->config;
     for (; cpu->n_rotations < positions; cpu->n_rotations++) {
         float *cosines = cpu->rotation + (size_t)cpu->n_rotations * 2 * c->head_dim;
@@ -28,24 +30,24 @@ void llamac_extend_rotations(Cpu *cpu, int positions) {
 }
 
 // ----------------------------------------------------------------------------
-// The KV cache. Keys are stored in tiles (head_dim, TILE) with a column for each of TILE positions,
-// values in rows (value_width,), one for each position
+// The KV cache. In a page, keys are stored in tiles (head_dim, TILE) with a column for each of TILE
+// positions, values in rows (value_width,), one for each position
 
-// The keys and values of one KV head of a layer from a position on, as a view into the cache.
+// The keys and values of one KV head of a layer in a page, from a position on.
 typedef struct {
     char *keys, *values;
     float *key_scales, *value_scales; // NULL if the cache has no scales
 } CachedHead;
 
-// Returns the view from position `pos` on, which is a multiple of TILE.
-static CachedHead cache_at(const Cpu *cpu, int layer, int head, int pos) {
-    size_t size = number_size(cpu->kv_type), index = layer * (size_t)cpu->config.n_kv_heads + head;
-    size_t row = index * cpu->positions + pos, width = cpu->value_width;
-    size_t key_row = index * round_up_to_tile(cpu->positions) + pos;
-    CachedHead c = {cpu->keys + key_row * cpu->config.head_dim * size,
-                    cpu->values + row * width * size, NULL, NULL};
-    if (cpu->key_scales)
-        c.key_scales = cpu->key_scales + row, c.value_scales = cpu->value_scales + row;
+// Returns the view into the page of position `pos`, from `pos` on, which is a multiple of TILE.
+static CachedHead cache_at(const Cpu *cpu, const Cache *cache, int layer, int head, int pos) {
+    size_t size = number_size(cpu->kv_type);
+    size_t row = (layer * (size_t)cpu->config.n_kv_heads + head) * PAGE + pos % PAGE;
+    const Page *page = cache->pages[pos / PAGE];
+    CachedHead c = {page->keys + row * cpu->config.head_dim * size,
+                    page->values + row * cpu->value_width * size, NULL, NULL};
+    if (page->key_scales)
+        c.key_scales = page->key_scales + row, c.value_scales = page->value_scales + row;
     return c;
 }
 
@@ -67,14 +69,14 @@ static float to_bytes(int8_t *out, const float *x, int n) {
     return max / 127 + poison;
 }
 
-// Writes the key and the value of a KV head of token t to the cache.
+// Writes the key and the value of a KV head of token t of the batch to its cache.
 static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Kernels *kernels = cpu->kernels;
-    int n = c->head_dim, pos = cpu->pos + t, slot = pos % TILE; // the key's column in its tile
+    int n = c->head_dim, pos = cpu->positions[t], slot = pos % TILE; // the key's column in its tile
     size_t from = (size_t)t * c->kv_dim + head * n;
     const float *k = cpu->k + from, *v = cpu->v + from;
-    CachedHead to = cache_at(cpu, layer, head, pos - slot);
+    CachedHead to = cache_at(cpu, cpu->caches[t], layer, head, pos - slot);
     void *value = to.values + (size_t)slot * cpu->value_width * number_size(cpu->kv_type);
     void *key = scratch;
     if (cpu->kv_type == INT8_GROUPS) {
@@ -96,9 +98,7 @@ static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch)
 typedef struct {
     float *out; // (T, q_dim)
     const Layer *w;
-    int layer, T;
-    int span;    // max tokens of a span, see attention_spans
-    bool cached; // an earlier step has finished the queries and filled the cache
+    int layer;
 } AttentionArgs;
 
 // Adds the bias of a head, if there is one, to x (head_dim,).
@@ -123,7 +123,7 @@ static void finish_head(const Cpu *cpu, float *x, const Mat *bias, const Mat *no
 static void finish_token(Cpu *cpu, const AttentionArgs *a, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Layer *w = a->w;
-    int shared = c->n_heads / c->n_kv_heads, pos = cpu->pos + t;
+    int shared = c->n_heads / c->n_kv_heads, pos = cpu->positions[t];
     float *q = cpu->q + (size_t)t * c->q_dim;
     size_t at = (size_t)t * c->kv_dim + head * c->head_dim;
     for (int i = head * shared; i < (head + 1) * shared; i++)
@@ -140,6 +140,15 @@ static void finish_tokens(Worker *self, const void *args, int begin, int end) {
         for (int t = begin; t < end; t++) finish_token(self->cpu, args, head, t, self->scratch);
 }
 
+// ----------------------------------------------------------------------------
+// Attention of a token goes through its positions in ranges of KV_RANGE, which begin at multiples
+// of it. Each range has a softmax of its own, and the results of the ranges are merged in order
+// (online softmax, Milakov 2018). So the result does not depend on how the work is divided: among
+// threads, among calls, or among tokens that a kernel processes at once
+
+// The softmax of some positions: the largest score, and the sum of exp(score - max).
+typedef struct { float max, sum; } Softmax;
+
 // Returns the first position that the token at `pos` attends to, 0 unless there is a sliding
 // window.
 static int first_visible(const Cpu *cpu, int pos) {
@@ -147,102 +156,209 @@ static int first_visible(const Cpu *cpu, int pos) {
     return window && pos >= window ? pos - window + 1 : 0;
 }
 
-// ----------------------------------------------------------------------------
-// Attention in groups of up to QUERIES queries that use the same KV head, so that its keys and
-// values are loaded once for the group. With one token, a group is some of the query heads that
-// share the KV head. With several tokens, each query head must have its own KV head, and a group is
-// consecutive tokens of the head; there must be no sliding window, so that the positions that the
-// queries of a group attend to begin at the same one
+static float score_scale(const Cpu *cpu) { return 1 / sqrtf(cpu->config.head_dim); }
 
-// Query i of a group attends to positions begin..end + i * more - 1, counted from the first one in
-// Attention.keys. `more` is 1 if the queries are consecutive tokens, 0 if they are heads of one
-// token.
-typedef struct { int begin, end, more; } Visible;
+// The positions of a KV head in a range.
+typedef struct {
+    const Cache *cache;
+    int layer, head;
+    int start; // first position of the range
+} Range;
 
-// Computes the attention of the queries of one group. Writes the result of query i to
-// out + i * q_stride.
-static void attend(const Kernels *k, const Attention *a, Visible v, float *out) {
-    float sums[QUERIES];
-    k->scores(a);
-    for (int i = 0; i < a->n_queries; i++) {
-        float *p = a->p + i * a->p_stride, *scores = p + v.begin;
-        int end = v.end + i * v.more, count = end - v.begin;
-        if (a->key_scales) k->multiply(scores, a->key_scales + v.begin, count);
-        sums[i] = k->exponentials(scores, k->largest(scores, count), 1 / sqrtf(a->head_dim), count);
-        if (a->value_scales) k->multiply(scores, a->value_scales + v.begin, count);
-        // mix adds the values of all a->n positions for every query: the others get weight 0
-        memset(p, 0, v.begin * sizeof *p);
-        memset(p + end, 0, (a->n - end) * sizeof *p);
+// Multiplies the weights of positions begin..end-1, counted from the start of the range, by their
+// scales: those of the keys or, if `values`, of the values.
+static void multiply_scales(const Cpu *cpu, const Range *r, float *p, int begin, int end,
+                            bool values) {
+    for (int i = begin, next; i < end; i = next) {
+        next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end;
+        CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i / PAGE * PAGE);
+        const float *scales = values ? kv.value_scales : kv.key_scales;
+        cpu->kernels->multiply(p + i, scales + i % PAGE, next - i);
     }
-    k->mix(a);
-    for (int i = 0; i < a->n_queries; i++)
-        for (int j = 0; j < a->head_dim; j++)
-            out[i * a->q_stride + j] = a->out[i * a->width + j] / sums[i];
 }
 
-// Returns how many groups of up to QUERIES queries a KV head has in a call with T tokens.
-static int query_groups(const Cpu *cpu, int T) {
-    return (cpu->config.n_heads / cpu->config.n_kv_heads * T + QUERIES - 1) / QUERIES;
+// Turns the scores p[begin..end-1] of a token into weights exp(score - max), times the scales of
+// the values if the cache has scales. Positions are counted from the start of the range.
+static Softmax weigh(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
+    const Kernels *k = cpu->kernels;
+    Softmax s;
+    if (cpu->kv_type == INT8_GROUPS) multiply_scales(cpu, r, p, begin, end, false);
+    s.max = k->largest(p + begin, end - begin);
+    s.sum = k->exponentials(p + begin, s.max, score_scale(cpu), end - begin);
+    if (cpu->kv_type == INT8_GROUPS) multiply_scales(cpu, r, p, begin, end, true);
+    return s;
 }
 
-// A Task. Items are groups of queries, all groups of one KV head after the other.
-static void attention_groups(Worker *self, const void *args, int begin, int end) {
-    const AttentionArgs *a = args;
-    Cpu *cpu = self->cpu;
+// Adds a range to the attention of a token: `out` (width,) and *s are those of the ranges before
+// it, `part` and `p` its own. Scales down whichever has the lower max. It is never inlined, because
+// a compiler might round its sums differently in different places.
+static __attribute__((noinline)) void merge(float *out, Softmax *s, const float *part, Softmax p,
+                                            float scale, int width) {
+    float old = 1, new = 1;
+    if (!(p.max <= s->max)) old = expf((s->max - p.max) * scale), s->max = p.max; // larger, or NaN
+    else new = expf((p.max - s->max) * scale);
+    s->sum = s->sum * old + p.sum * new;
+    for (int d = 0; d < width; d++) out[d] = out[d] * old + part[d] * new;
+}
+
+// ----------------------------------------------------------------------------
+// Attention of one token, in groups of up to QUERIES query heads that share a KV head, so that its
+// keys and values are loaded once for the group
+
+// The arrays of a group, in scratch.
+typedef struct {
+    float *p;    // (QUERIES, KV_RANGE) scores, then weights
+    float *part; // (QUERIES, value_width) weighted sums of the values of a range
+    float *out;  // (QUERIES, value_width) the ranges so far
+} Group;
+
+static Group group_in(const Cpu *cpu, float *scratch) {
+    Group g = {.p = scratch};
+    g.part = g.p + QUERIES * KV_RANGE;
+    g.out = g.part + QUERIES * cpu->value_width;
+    return g;
+}
+
+// Computes the attention of a group to positions begin..end-1 of a range, counted from its start.
+// Writes the weighted sums to g->part and the softmax of each query to s.
+static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range *r, Group g,
+                         int begin, int end, Softmax *s) {
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), more = a->T > 1;
-    size_t p_stride = round_up_to_tile(cpu->positions);
-    int start = first_visible(cpu, cpu->pos), from = start / TILE * TILE; // positions
-    for (int item = begin; item < end; item++) {
-        int head = item / groups, first = item % groups * QUERIES; // first query of the group
-        int left = shared * a->T - first, n = left < QUERIES ? left : QUERIES;
-        int t = more ? first : 0, query_head = head * shared + (more ? 0 : first);
-        int visible_end = cpu->pos + t + 1 - from; // for the first query of the group
-        size_t at = (size_t)t * c->q_dim + (size_t)query_head * c->head_dim;
-        if (!a->cached) finish_token(cpu, a, head, 0, self->scratch);
-        CachedHead kv = cache_at(cpu, a->layer, head, from);
-        Attention queries = {.q = cpu->q + at,
-                             .q_stride = more ? c->q_dim : c->head_dim,
-                             .n_queries = n,
-                             .p = self->scratch,
-                             .p_stride = p_stride,
-                             .out = self->scratch + QUERIES * p_stride,
-                             .keys = kv.keys,
-                             .values = kv.values,
-                             .key_scales = kv.key_scales,
-                             .value_scales = kv.value_scales,
-                             .type = cpu->kv_type,
-                             .head_dim = c->head_dim,
-                             .width = cpu->value_width,
-                             .n = visible_end + more * (n - 1)};
-        attend(cpu->kernels, &queries, (Visible){start - from, visible_end, more}, a->out + at);
+    const Kernels *k = cpu->kernels;
+    Attention a = {.q = cpu->q + (size_t)item->t * c->q_dim + (size_t)item->head * c->head_dim,
+                   .q_stride = c->head_dim,
+                   .n_queries = item->n,
+                   .p_stride = KV_RANGE,
+                   .out = g.part,
+                   .type = cpu->kv_type,
+                   .head_dim = c->head_dim,
+                   .width = cpu->value_width};
+    int first = begin / TILE * TILE; // of a tile
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = first, next; i < end; i = next) {
+            next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end;
+            CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
+            a.keys = kv.keys, a.values = kv.values;
+            a.p = g.p + i, a.n = next - i, a.add = i > first;
+            pass ? k->mix(&a) : k->scores(&a);
+        }
+        for (int q = 0; q < item->n && pass == 0; q++) {
+            float *p = g.p + q * KV_RANGE;
+            s[q] = weigh(cpu, r, p, begin, end);
+            memset(p + first, 0, (begin - first) * sizeof *p);
+        }
+    }
+}
+
+// Divides the sums of a query head of token t by the sum of the weights, and writes the result.
+static void finish_query(const Cpu *cpu, const AttentionArgs *a, int t, int head, const float *sums,
+                         float sum) {
+    const Config *c = &cpu->config;
+    float *out = a->out + (size_t)t * c->q_dim + (size_t)head * c->head_dim;
+    for (int d = 0; d < c->head_dim; d++) out[d] = sums[d] / sum;
+}
+
+// Computes the attention of a group to all positions.
+static void attend_group(Worker *self, const AttentionArgs *a, const AttentionItem *item) {
+    const Cpu *cpu = self->cpu;
+    int shared = cpu->config.n_heads / cpu->config.n_kv_heads, width = cpu->value_width;
+    int pos = cpu->positions[item->t], begin = first_visible(cpu, pos), end = pos + 1;
+    Group g = group_in(cpu, self->scratch);
+    Range r = {cpu->caches[item->t], a->layer, item->head / shared, begin / KV_RANGE * KV_RANGE};
+    Softmax s[QUERIES];
+    for (int q = 0; q < item->n; q++) s[q] = (Softmax){-INFINITY, 0};
+    memset(g.out, 0, item->n * width * sizeof(float));
+    for (; r.start < end; r.start += KV_RANGE) {
+        Softmax of_range[QUERIES];
+        int first = begin > r.start ? begin - r.start : 0;
+        int last = end - r.start < KV_RANGE ? end - r.start : KV_RANGE;
+        attend_range(cpu, item, &r, g, first, last, of_range);
+        for (int q = 0; q < item->n; q++)
+            merge(g.out + q * width, &s[q], g.part + q * width, of_range[q], score_scale(cpu),
+                  width);
+    }
+    for (int q = 0; q < item->n; q++)
+        finish_query(cpu, a, item->t, item->head + q, g.out + q * width, s[q].sum);
+}
+
+// Returns where the results of a range of a query head are stored if ranges are split among
+// threads: max, sum, then (value_width,) sums. `range` counts the ranges of all tokens of the batch.
+static float *partial_at(const Cpu *cpu, int range, int head) {
+    size_t index = (size_t)range * cpu->config.n_heads + head;
+    return cpu->partials + index * (2 + cpu->value_width);
+}
+
+// Computes the attention of a group to one range, and stores the result for merge_partials.
+static void attend_partially(Worker *self, const AttentionArgs *a, const AttentionItem *item) {
+    const Cpu *cpu = self->cpu;
+    int shared = cpu->config.n_heads / cpu->config.n_kv_heads, width = cpu->value_width;
+    int pos = cpu->positions[item->t], begin = first_visible(cpu, pos);
+    Range r = {cpu->caches[item->t], a->layer, item->head / shared,
+               (begin / KV_RANGE + item->range) * KV_RANGE};
+    Group g = group_in(cpu, self->scratch);
+    Softmax s[QUERIES];
+    int end = pos + 1 - r.start < KV_RANGE ? pos + 1 - r.start : KV_RANGE;
+    attend_range(cpu, item, &r, g, begin > r.start ? begin - r.start : 0, end, s);
+    for (int q = 0; q < item->n; q++) {
+        float *partial = partial_at(cpu, item->first_range + item->range, item->head + q);
+        partial[0] = s[q].max, partial[1] = s[q].sum;
+        memcpy(partial + 2, g.part + q * width, width * sizeof(float));
+    }
+}
+
+// Returns the number of ranges that the token at `pos` attends to.
+static int ranges_of(const Cpu *cpu, int pos) {
+    return pos / KV_RANGE - first_visible(cpu, pos) / KV_RANGE + 1;
+}
+
+// A Task that merges the ranges that attend_partially stored. Items are query heads, all heads of
+// one token after the other.
+static void merge_partials(Worker *self, const void *args, int begin, int end) {
+    const AttentionArgs *a = args;
+    const Cpu *cpu = self->cpu;
+    int n_heads = cpu->config.n_heads, width = cpu->value_width, first = 0;
+    float *out = self->scratch;
+    for (int t = 0; t * n_heads < end; t++) {
+        int ranges = ranges_of(cpu, cpu->positions[t]);
+        for (int head = 0; head < n_heads; head++) {
+            if (t * n_heads + head < begin || t * n_heads + head >= end) continue;
+            Softmax s = {-INFINITY, 0};
+            memset(out, 0, width * sizeof *out);
+            for (int i = 0; i < ranges; i++) {
+                const float *partial = partial_at(cpu, first + i, head);
+                merge(out, &s, partial + 2, (Softmax){partial[0], partial[1]}, score_scale(cpu),
+                      width);
+            }
+            finish_query(cpu, a, t, head, out, s.sum);
+        }
+        first += ranges;
     }
 }
 
 // ----------------------------------------------------------------------------
-// Attention in spans: up to SPAN consecutive tokens of one query head. A span processes positions
-// in ranges of KV_RANGE, whose keys and values are loaded once for all its tokens. When a range has
-// a larger score than the ranges before, the sums of the token so far are scaled down (online
-// softmax, Milakov 2018)
+// Attention in spans: up to SPAN consecutive tokens of a sequence, for one query head. The keys and
+// values of a range are loaded once for all tokens of the span
 
-enum { SPAN = CHUNK, KV_RANGE = 512 };
+enum { SPAN = CHUNK };
 
-// Returns the max tokens of a span: halved from SPAN until there are two spans for each thread, but
-// at least SPAN / 4, because shorter spans would load keys and values too often.
-static int span_of(const Cpu *cpu, int T) {
+// Returns the max tokens of a span for n tokens of a sequence: halved from SPAN until there are two
+// spans for each thread, but at least SPAN / 4, because shorter spans would load keys and values
+// too often.
+static int span_of(const Cpu *cpu, int n) {
     int span = SPAN, heads = cpu->config.n_heads, min_items = 2 * cpu->pool.n_threads;
-    while (span > SPAN / 4 && heads * ((T + span - 1) / span) < min_items) span /= 2;
+    while (span > SPAN / 4 && heads * ((n + span - 1) / span) < min_items) span /= 2;
     return span;
 }
 
 // The arrays of a span. A panel is Kernels.queries consecutive tokens of the span, which a kernel
 // processes at once.
 typedef struct {
-    float *q;         // (panels, head_dim, queries of a panel)
-    float *out;       // (SPAN, value_width) sums of the values, weighted with exp(score - max)
-    float *max, *sum; // (SPAN,) largest score and sum of the weights so far
-    float *scores;    // (queries, KV_RANGE) of a panel: scores, then the weights
-    float *p;         // (KV_RANGE, queries) the weights, transposed
+    float *q;      // (panels, head_dim, queries of a panel)
+    float *out;    // (SPAN, value_width) weighted sums of the values of the ranges so far
+    Softmax *s;    // (SPAN,) likewise
+    float *scores; // (queries, KV_RANGE) of a panel and a range: scores, then the weights
+    float *p;      // (KV_RANGE, queries) the weights, transposed
+    float *part;   // (queries, value_width) the weighted sums of the values of the range
 } Span;
 
 // Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
@@ -253,9 +369,9 @@ static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     s.out = s.q + tokens * cpu->config.head_dim;
     s.scores = s.out + tokens * cpu->value_width;
     s.p = s.scores + KV_RANGE * queries;
-    s.max = s.p + KV_RANGE * queries;
-    s.sum = s.max + tokens;
-    if (size) *size = s.sum + tokens - scratch;
+    s.part = s.p + KV_RANGE * queries;
+    s.s = (Softmax *)(s.part + queries * cpu->value_width);
+    if (size) *size = (float *)(s.s + tokens) - scratch;
     return s;
 }
 
@@ -275,43 +391,11 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
         for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * stride + d] : 0;
 }
 
-// Turns the scores of token t of the span for a range of n positions into weights. The token
-// attends to the first `visible` positions of the range, except those before its sliding window.
-static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible, int n) {
-    const Kernels *k = cpu->kernels;
-    float *scores = s->scores + t % k->queries * KV_RANGE;
-    int end = visible < 0 ? 0 : visible < n ? visible : n;
-    // counted from the begin of the range, the token's position is visible - 1, which may be
-    // negative, and the first `hidden` positions precede its sliding window
-    int hidden = first_visible(cpu, visible - 1), count = end - hidden;
-    if (count <= 0) hidden = end = 0;
-    memset(scores, 0, hidden * sizeof *scores);
-    memset(scores + end, 0, (n - end) * sizeof *scores);
-    if (count <= 0) return;
-    scores += hidden;
-    if (kv->key_scales) k->multiply(scores, kv->key_scales + hidden, count);
-    float largest = k->largest(scores, count), scale = 1 / sqrtf(cpu->config.head_dim);
-    if (!(largest <= s->max[t])) { // `largest` is larger, or NaN
-        float shrink = expf((s->max[t] - largest) * scale);
-        float *out = s->out + (size_t)t * cpu->value_width;
-        s->max[t] = largest, s->sum[t] *= shrink;
-        for (int d = 0; d < cpu->value_width; d++) out[d] *= shrink;
-    }
-    s->sum[t] += k->exponentials(scores, s->max[t], scale, count);
-    if (kv->value_scales) k->multiply(scores, kv->value_scales + hidden, count);
-}
-
-// Adds a range of n positions to the attention of one panel, which begins with token t of the span.
-// Token t attends to the first `visible` positions of the range, each next token to one more.
-static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible,
-                         int n) {
-    const Kernels *k = cpu->kernels;
-    size_t dim = cpu->config.head_dim, width = cpu->value_width;
-    int queries = k->queries, last = visible + queries - 1;
-    n = last < n ? last : n;
-    if (n <= 0) return;
-    PanelProduct scores = {.y = s->scores,
-                           .w = kv->keys,
+// The products of a panel with a page, from a position of it on.
+static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int at, int n) {
+    size_t dim = cpu->config.head_dim;
+    PanelProduct scores = {.y = s->scores + at,
+                           .w = kv.keys,
                            .x = s->q + t * dim,
                            .y_stride = KV_RANGE,
                            .next = dim * TILE, // a tile has the keys of TILE positions
@@ -319,64 +403,161 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead 
                            .tiles = round_up_to_tile(n) / TILE,
                            .cols = (int)dim,
                            .type = cpu->kv_type};
-    k->panel_product(&scores);
-    for (int i = 0; i < queries; i++) weigh(cpu, s, t + i, kv, visible + i, n);
-    if (queries > 1)
-        k->transpose((uint8_t *)s->p, (const uint8_t *)s->scores, KV_RANGE * sizeof(float), queries,
-                     n);
-    PanelProduct mix = {.y = s->out + t * width,
-                        .w = kv->values,
-                        .x = queries > 1 ? s->p : s->scores,
+    cpu->kernels->panel_product(&scores);
+}
+
+static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n, bool add) {
+    size_t width = cpu->value_width;
+    int queries = cpu->kernels->queries;
+    PanelProduct mix = {.y = s->part,
+                        .w = kv.values,
+                        .x = queries > 1 ? s->p + (size_t)at * queries : s->scores + at,
                         .y_stride = width,
                         .next = TILE,    // a tile has TILE dimensions of the values
                         .column = width, // a column has one position of them
                         .tiles = (int)width / TILE,
                         .cols = n,
-                        .add = true,
+                        .add = add,
                         .type = cpu->kv_type};
-    k->panel_product(&mix);
+    cpu->kernels->panel_product(&mix);
 }
 
-// Computes the attention of one span: tokens t..t+tokens-1 of a query head.
-static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, int head, int t,
-                        int tokens) {
+// Adds a range to the attention of `tokens` tokens, which begin with token t of the span, at
+// position `pos`.
+static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, int pos,
+                         int tokens) {
+    const Kernels *k = cpu->kernels;
+    size_t width = cpu->value_width;
+    int queries = k->queries, n = pos + tokens - r->start; // positions of the range
+    int first = first_visible(cpu, pos) - r->start;
+    n = n < KV_RANGE ? n : KV_RANGE, first = first > 0 ? first / PAGE * PAGE : 0;
+    if (n <= first) return;
+    for (int i = first; i < n; i += PAGE) {
+        CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
+        score_page(cpu, s, t, kv, i, n - i < PAGE ? n - i : PAGE);
+    }
+    Softmax of_range[16]; // (queries of a panel,)
+    for (int i = 0; i < queries; i++) {
+        float *p = s->scores + i * KV_RANGE;
+        int begin = first_visible(cpu, pos + i) - r->start, end = pos + i + 1 - r->start;
+        begin = begin > 0 ? begin : 0, end = end < n ? end : n;
+        if (i >= tokens || begin >= end) begin = end = n, of_range[i] = (Softmax){-INFINITY, 0};
+        else of_range[i] = weigh(cpu, r, p, begin, end);
+        memset(p + first, 0, (begin - first) * sizeof *p);
+        memset(p + end, 0, (n - end) * sizeof *p);
+    }
+    if (queries > 1)
+        k->transpose((uint8_t *)(s->p + (size_t)first * queries),
+                     (const uint8_t *)(s->scores + first), KV_RANGE * sizeof(float), queries,
+                     n - first);
+    for (int i = first; i < n; i += PAGE) {
+        CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
+        mix_page(cpu, s, kv, i, n - i < PAGE ? n - i : PAGE, i > first);
+    }
+    for (int i = 0; i < tokens; i++)
+        if (of_range[i].sum != 0) // NaN, too
+            merge(s->out + (t + i) * width, &s->s[t + i], s->part + i * width, of_range[i],
+                  score_scale(cpu), (int)width);
+}
+
+// Computes the attention of one span: item->n tokens of a query head.
+static void attend_span(Worker *self, const AttentionArgs *a, const AttentionItem *item) {
+    const Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
     size_t width = cpu->value_width;
-    int queries = cpu->kernels->queries, kv_head = head / (c->n_heads / c->n_kv_heads);
-    int first = cpu->pos + t, end = first + tokens; // positions
+    int queries = cpu->kernels->queries, tokens = item->n;
+    int first = cpu->positions[item->t], end = first + tokens; // positions
+    Span s = span_in(cpu, self->scratch, NULL);
     for (int i = 0; i < tokens; i += queries) {
         int n = tokens - i < queries ? tokens - i : queries;
-        load_queries(cpu, s->q + i * c->head_dim, head, t + i, n);
+        load_queries(cpu, s.q + i * c->head_dim, item->head, item->t + i, n);
     }
-    memset(s->out, 0, (SPAN + queries) * width * sizeof *s->out);
-    for (int i = 0; i < SPAN + queries; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
-    for (int from = first_visible(cpu, first) / KV_RANGE * KV_RANGE; from < end; from += KV_RANGE) {
-        int n = end - from < KV_RANGE ? end - from : KV_RANGE;
-        CachedHead kv = cache_at(cpu, a->layer, kv_head, from);
-        for (int i = 0; i < tokens; i += queries)
-            attend_panel(cpu, s, i, &kv, first + i + 1 - from, n);
-    }
-    for (int i = 0; i < tokens; i++) {
-        float *out = a->out + (size_t)(t + i) * c->q_dim + (size_t)head * c->head_dim;
-        for (int d = 0; d < c->head_dim; d++) out[d] = s->out[i * width + d] / s->sum[i];
-    }
-}
-
-// A Task. Items are spans, all spans of one query head after the other.
-static void attention_spans(Worker *self, const void *args, int begin, int end) {
-    const AttentionArgs *a = args;
-    int spans = (a->T + a->span - 1) / a->span;
-    Span s = span_in(self->cpu, self->scratch, NULL);
-    for (int item = begin; item < end; item++) {
-        int t = item % spans * a->span, left = a->T - t;
-        attend_span(self->cpu, a, &s, item / spans, t, left < a->span ? left : a->span);
-    }
+    memset(s.out, 0, tokens * width * sizeof *s.out);
+    for (int i = 0; i < tokens; i++) s.s[i] = (Softmax){-INFINITY, 0};
+    Range r = {cpu->caches[item->t], a->layer, item->head / (c->n_heads / c->n_kv_heads),
+               first_visible(cpu, first) / KV_RANGE * KV_RANGE};
+    for (; r.start < end; r.start += KV_RANGE)
+        for (int i = 0; i < tokens; i += queries) {
+            int n = tokens - i < queries ? tokens - i : queries;
+            attend_panel(cpu, &s, i, &r, first + i, n);
+        }
+    for (int i = 0; i < tokens; i++)
+        finish_query(cpu, a, item->t + i, item->head, s.out + i * width, s.s[i].sum);
 }
 
 size_t llamac_attention_scratch(const Cpu *cpu) {
-    size_t groups = QUERIES * ((size_t)round_up_to_tile(cpu->positions) + cpu->value_width), span;
+    size_t group = group_in(cpu, cpu->rotation).out - cpu->rotation, span;
+    group += QUERIES * cpu->value_width;
     span_in(cpu, cpu->rotation, &span); // any array will do: only the size is used
-    return groups > span ? groups : span;
+    return group > span ? group : span;
+}
+
+// ----------------------------------------------------------------------------
+// The items of a batch
+
+enum { MIN_SPAN = 4 }; // min tokens of a run for which spans are faster than groups
+
+// Adds the items of one token: its groups or, if `split`, the ranges of its groups.
+static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
+    const Config *c = &cpu->config;
+    int shared = c->n_heads / c->n_kv_heads;
+    int ranges = ranges_of(cpu, cpu->positions[t]);
+    for (int kv_head = 0; kv_head < c->n_kv_heads; kv_head++)
+        for (int first = 0; first < shared; first += QUERIES) {
+            int n = shared - first < QUERIES ? shared - first : QUERIES;
+            AttentionItem item = {GROUP, t, n, kv_head * shared + first, 0, *n_ranges};
+            if (split) item.kind = PART;
+            for (int i = 0; i < (split ? ranges : 1); i++, item.range++)
+                cpu->items[cpu->n_items++] = item;
+        }
+    *n_ranges += ranges;
+}
+
+static void add_spans(Cpu *cpu, const Run *run) {
+    int span = span_of(cpu, run->n);
+    for (int head = 0; head < cpu->config.n_heads; head++)
+        for (int i = 0; i < run->n; i += span) {
+            int n = run->n - i < span ? run->n - i : span;
+            AttentionItem item = {.kind = SPAN_OF_TOKENS, .t = run->first + i, .n = n, .head = head};
+            cpu->items[cpu->n_items++] = item;
+        }
+}
+
+void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
+    const Config *c = &cpu->config;
+    int groups = (c->n_heads / c->n_kv_heads + QUERIES - 1) / QUERIES, ranges = 0, most = 0;
+    bool has_spans = false;
+    for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++) {
+        has_spans |= run->n >= MIN_SPAN;
+        for (int i = 0; i < run->n; i++) {
+            cpu->caches[run->first + i] = run->cache;
+            cpu->positions[run->first + i] = run->pos + i;
+            ranges += ranges_of(cpu, run->pos + i);
+        }
+        extend_rotations(cpu, run->pos + run->n);
+        most = run->pos + run->n > most ? run->pos + run->n : most;
+    }
+    // ranges are split among threads if the heads of the tokens are too few for them
+    int n_groups = batch->T * c->n_kv_heads * groups;
+    cpu->split = !has_spans && ranges > batch->T && ranges <= cpu->max_ranges
+                 && n_groups < 2 * cpu->pool.n_threads && n_groups % cpu->pool.n_threads;
+    cpu->n_items = 0, cpu->T = batch->T, ranges = 0;
+    for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++) {
+        if (run->n >= MIN_SPAN) add_spans(cpu, run);
+        else
+            for (int i = 0; i < run->n; i++) add_groups(cpu, run->first + i, cpu->split, &ranges);
+    }
+    cpu->item_cost = 2 * (int64_t)most * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
+}
+
+// A Task. Items are those of the plan.
+static void attention_items(Worker *self, const void *args, int begin, int end) {
+    for (int i = begin; i < end; i++) {
+        const AttentionItem *item = &self->cpu->items[i];
+        if (item->kind == GROUP) attend_group(self, args, item);
+        else if (item->kind == PART) attend_partially(self, args, item);
+        else attend_span(self, args, item);
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -388,8 +569,8 @@ typedef struct {
 } FusedArgs;
 _Static_assert(sizeof(FusedArgs) <= MAX_ARGS, "FusedArgs must fit in a step");
 
-// A Task. Items are KV heads. One thread computes queries, key, value and attention of its KV
-// heads, so no barrier is needed between the products and attention.
+// A Task. Items are KV heads, each with one group. One thread computes queries, key, value and
+// attention of its KV heads, so no barrier is needed between the products and attention.
 static void qkv_attention_heads(Worker *self, const void *args, int begin, int end) {
     const FusedArgs *a = args;
     Activations in = llamac_activations(self, &a->qkv);
@@ -397,45 +578,145 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
         int rows = p->w->rows / self->cpu->config.n_kv_heads; // rows of a KV head
         llamac_multiply_rows(self, p, &in, begin * rows, end * rows);
     }
-    attention_groups(self, &a->attention, begin, end);
+    for (int head = begin; head < end; head++)
+        finish_token(self->cpu, &a->attention, head, 0, self->scratch);
+    attention_items(self, &a->attention, begin, end);
 }
 
 // Returns whether to fuse: whether that saves a barrier, every thread gets the same number of KV
-// heads, and the weight rows of each head begin with a new row of tiles.
+// heads, each with one group, and the weight rows of each head begin with a new row of tiles.
 static bool can_fuse(const Cpu *cpu) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
-    return c->head_dim % TILE == 0 && threads > 1 && c->n_kv_heads % threads == 0;
+    return cpu->T == 1 && cpu->n_items == c->n_kv_heads && c->head_dim % TILE == 0 && threads > 1
+           && c->n_kv_heads % threads == 0;
 }
 
-void llamac_cpu_attention(Backend *b, int layer, const Layer *w, float *out, const float *x,
-                          int pos, int T) {
+void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer *w, float *out,
+                          const float *x) {
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
     Product products[] = {
         {cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
-    MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, T);
-    // If each query head has its own KV head and there are few positions, groups are faster than
-    // spans: 3 % of the time of a prompt of 128 tokens. With spans, `groups` is not used
-    bool own_keys = c->n_heads == c->n_kv_heads;
-    bool spans = T > 1 && (!own_keys || c->window || pos + T > KV_RANGE);
-    int groups = query_groups(cpu, spans ? 1 : T), span = span_of(cpu, T);
-    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * (spans ? span : QUERIES);
-    // groups of the same KV head may run on several threads, so an earlier step finishes the key
-    AttentionArgs a = {out, w, layer, T, span, .cached = T > 1 || groups > 1};
-    cpu->pos = pos;
-    llamac_extend_rotations(cpu, pos + T);
+    if (!cpu->collecting) llamac_plan_attention(cpu, batch);
+    MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, batch->T);
+    AttentionArgs a = {out, w, layer};
     llamac_prepare(cpu, &qkv);
-    if (!a.cached && can_fuse(cpu)) {
+    if (can_fuse(cpu)) {
         FusedArgs fused = {qkv, a};
         int items = 0;
         for (int i = 0; i < 3; i++) items += items_of(&products[i]);
-        cost += items * cost_of_item(&qkv) / c->n_kv_heads;
+        int64_t cost = cpu->item_cost + items * cost_of_item(&qkv) / c->n_kv_heads;
         llamac_add_step(cpu, qkv_attention_heads, &fused, sizeof fused, c->n_kv_heads, cost);
         return;
     }
     llamac_multiply(cpu, &qkv);
-    if (a.cached) llamac_add_step(cpu, finish_tokens, &a, sizeof a, T, 4 * c->q_dim);
-    int items = spans ? c->n_heads * ((T + span - 1) / span) : c->n_kv_heads * groups;
-    llamac_add_step(cpu, spans ? attention_spans : attention_groups, &a, sizeof a, items, cost);
+    llamac_add_step(cpu, finish_tokens, &a, sizeof a, batch->T, 4 * c->q_dim);
+    llamac_add_step(cpu, attention_items, &a, sizeof a, cpu->n_items, cpu->item_cost);
+    if (cpu->split)
+        llamac_add_step(cpu, merge_partials, &a, sizeof a, batch->T * c->n_heads,
+                        cpu->value_width);
+}
+
+// ----------------------------------------------------------------------------
+// Pages and caches
+
+// Bytes of the keys of a page, of its values, and of its scales of either.
+typedef struct { size_t keys, values, scales; } PageSizes;
+
+static PageSizes page_sizes(const Cpu *cpu) {
+    const Config *c = &cpu->config;
+    size_t rows = (size_t)c->n_layers * c->n_kv_heads * PAGE, size = number_size(cpu->kv_type);
+    return (PageSizes){rows * c->head_dim * size, rows * cpu->value_width * size,
+                       cpu->kv_type == INT8_GROUPS ? rows * sizeof(float) : 0};
+}
+
+void llamac_plan_pages(Cpu *cpu) {
+    PageSizes s = page_sizes(cpu);
+    cpu->page_size = s.keys + s.values + 2 * s.scales;
+}
+
+// Returns an unused page. Returns NULL if there is not enough memory.
+static Page *new_page(Cpu *cpu) {
+    enum { HEAD = (sizeof(Page) + 63) / 64 * 64 }; // each part is a multiple of 64 bytes
+    PageSizes s = page_sizes(cpu);
+    Page *page = cpu->unused_pages;
+    if (page) cpu->unused_pages = page->next;
+    else page = aligned_alloc(64, HEAD + cpu->page_size);
+    if (!page) return NULL;
+    *page = (Page){.n_caches = 1, .keys = (char *)page + HEAD};
+    page->values = page->keys + s.keys;
+    if (s.scales) {
+        page->key_scales = (float *)(page->values + s.values);
+        page->value_scales = (float *)(page->values + s.values + s.scales);
+    }
+    return page;
+}
+
+static void drop_page(Cpu *cpu, Page *page) {
+    if (--page->n_caches) return;
+    page->next = cpu->unused_pages;
+    cpu->unused_pages = page;
+}
+
+void llamac_free_pages(Cpu *cpu) {
+    for (Page *page = cpu->unused_pages, *next; page; page = next) {
+        next = page->next;
+        free(page);
+    }
+}
+
+Cache *llamac_cpu_new_cache(Backend *b) {
+    (void)b;
+    return calloc(1, sizeof(Cache));
+}
+
+void llamac_cpu_free_cache(Backend *b, Cache *cache) {
+    for (int i = 0; i < cache->n_pages; i++) drop_page((Cpu *)b, cache->pages[i]);
+    free(cache->pages);
+    free(cache);
+}
+
+// Makes room for n pages in the list.
+static bool grow(Cache *cache, int n) {
+    if (n <= cache->capacity) return true;
+    int capacity = n > 2 * cache->capacity ? n : 2 * cache->capacity;
+    Page **pages = realloc(cache->pages, capacity * sizeof *pages);
+    if (!pages) return false;
+    cache->pages = pages, cache->capacity = capacity;
+    return true;
+}
+
+bool llamac_cpu_reserve(Backend *b, Cache *cache, int pos, int n) {
+    Cpu *cpu = (Cpu *)b;
+    int used = (pos + PAGE - 1) / PAGE, needed = (pos + n + PAGE - 1) / PAGE;
+    while (cache->n_pages > used) drop_page(cpu, cache->pages[--cache->n_pages]);
+    // the last page in use is copied before it is changed if another cache shares it
+    Page **last = n && pos % PAGE ? &cache->pages[used - 1] : NULL;
+    if (last && (*last)->n_caches > 1) {
+        Page *page = new_page(cpu);
+        if (!page) return false;
+        memcpy(page->keys, (*last)->keys, cpu->page_size);
+        drop_page(cpu, *last);
+        *last = page;
+    }
+    if (!grow(cache, needed)) return false;
+    while (cache->n_pages < needed) {
+        Page *page = new_page(cpu);
+        if (!page) return false;
+        cache->pages[cache->n_pages++] = page;
+    }
+    return true;
+}
+
+bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
+    (void)b;
+    int pages = (n + PAGE - 1) / PAGE;
+    if (!grow(cache, pages)) return false;
+    for (int i = 0; i < pages; i++) {
+        cache->pages[i] = from->pages[i];
+        cache->pages[i]->n_caches++;
+    }
+    cache->n_pages = pages;
+    return true;
 }

@@ -4,7 +4,6 @@
 #include "cpu.h"
 
 enum {
-    PACKING_TOKEN = 16,       // the weights are packed at the start of the 16th call with one token
     MAX_STEPS = 24,           // max steps that the ops of one layer add
     PACKED_AT_ONCE = 4 << 20, // bytes of a matrix that are packed before their pages are dropped
     READ_AT_ONCE = 1 << 16,   // bytes that one item of the bandwidth test reads
@@ -48,24 +47,44 @@ static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int
         llamac_floats(cpu->kernels, x + t * cols, table, tokens[t], 0, table->cols);
 }
 
-static void pack_weights(Cpu *cpu);
+typedef struct {
+    float *x;        // (T, dim)
+    const int *rows; // (n,) ascending
+    int n;
+} GatherArgs;
+
+// A Task with one item.
+static void gather_rows(Worker *self, const void *args, int begin, int end) {
+    const GatherArgs *a = args;
+    size_t dim = self->cpu->config.dim;
+    (void)begin, (void)end;
+    for (int i = 0; i < a->n; i++)
+        memmove(a->x + i * dim, a->x + a->rows[i] * dim, dim * sizeof *a->x);
+}
+
+static void gather(Backend *b, float *x, const int *rows, int n) {
+    Cpu *cpu = (Cpu *)b;
+    GatherArgs args = {x, rows, n};
+    llamac_add_step(cpu, gather_rows, &args, sizeof args, 1, (int64_t)n * cpu->config.dim);
+}
 
 // Returns whether the ops must be called (backend.h). The steps of one token are the same for every
-// token, except for the token and its position, so they are recorded and reused. Every 64th
-// position records them anew, because the cost of attention grows with the position, and the pool
-// uses the costs to decide whether steps are worth sharing.
-static bool begin(Backend *b, const int *tokens, int T, int pos, bool all_logits) {
+// token, except for the token, its position and its sequence, so they are recorded and reused.
+// Every 64th position records them anew, because the cost of attention grows with the position, and
+// the pool uses the costs to decide whether steps are worth sharing.
+static bool begin(Backend *b, const Batch *batch) {
     Cpu *cpu = (Cpu *)b;
-    cpu->all_logits = all_logits;
-    bool packs = has_tiles(cpu->kernels) && !cpu->model->no_copy;
-    if (T == 1 && packs && ++cpu->decoded == PACKING_TOKEN) pack_weights(cpu);
-    if (T == 1 && cpu->recorded && pos % 64) {
-        cpu->pos = pos;
-        llamac_extend_rotations(cpu, pos + 1);
-        embed(b, cpu->embedded, cpu->table, tokens, 1);
+    int n_items = cpu->n_items;
+    bool split = cpu->split;
+    llamac_plan_attention(cpu, batch);
+    float *logits = batch->n_wanted ? batch->logits : NULL;
+    bool same = n_items == cpu->n_items && split == cpu->split && logits == cpu->logits;
+    if (batch->T == 1 && cpu->recorded && same && batch->runs->pos % 64) {
+        embed(b, cpu->embedded, cpu->table, batch->tokens, 1);
         return false;
     }
-    cpu->pool.n_steps = 0, cpu->collecting = true, cpu->recorded = T == 1;
+    cpu->pool.n_steps = 0, cpu->collecting = true, cpu->recorded = batch->T == 1;
+    cpu->logits = logits;
     return true;
 }
 
@@ -120,33 +139,41 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
     return n * tiles_size(m);
 }
 
-// Packs all matrices, one after the other, and returns the size of the tiles in bytes. If `tiles`
-// is NULL, only returns the size.
-static size_t pack_all(Cpu *cpu, uint8_t *tiles) {
-    Weights *w = &cpu->model->weights;
-    const uint8_t *lowest = w->output.data;
-    for (int i = 0; i < cpu->config.n_layers; i++)
-        if ((const uint8_t *)w->layers[i].wq.data < lowest) lowest = w->layers[i].wq.data;
-    size_t n = pack_matrix(cpu, &w->output, tiles, lowest);
-    for (int i = 0; i < cpu->config.n_layers; i++) {
-        Layer *l = &w->layers[i];
-        Mat *mats[] = {&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2};
-        for (int j = 0; j < 7; j++)
-            n += pack_matrix(cpu, mats[j], tiles ? tiles + n : NULL, lowest);
-    }
-    return n;
+// The matrices that are packed, in the order of their tiles.
+typedef struct { Mat *m[8]; int n; } Matrices;
+
+static Matrices matrices_of(Weights *w, int layer) {
+    Layer *l = &w->layers[layer];
+    Matrices list = {{&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2}, 7};
+    if (layer == 0) list.m[list.n++] = &w->output;
+    return list;
 }
 
-// Packs the weights into large pages. This takes as long as a few tokens, and makes all later
-// tokens faster. Does nothing if this second copy of the weights needs half of the free memory or
-// more.
-static void pack_weights(Cpu *cpu) {
-    size_t n = pack_all(cpu, NULL), page = 2 << 20;
-    void *tiles = n > 0 && n < llamac_free_memory("") / 2 ? allocate(cpu, n, 1, page) : NULL;
-    if (!tiles) return;
+// Packs the weights into large pages. Leaves them as they are if this second copy of the weights
+// needs half of the free memory or more. Returns false if `progress` aborts it.
+static bool pack_weights(Cpu *cpu, const Opening *o) {
+    Weights *w = &cpu->model->weights;
+    const uint8_t *lowest = w->output.data;
+    size_t n = 0, page = 2 << 20, done = 0;
+    for (int i = 0; i < cpu->config.n_layers; i++) {
+        Matrices list = matrices_of(w, i);
+        for (int j = 0; j < list.n; j++) n += pack_matrix(cpu, list.m[j], NULL, NULL);
+        if ((const uint8_t *)list.m[0]->data < lowest) lowest = list.m[0]->data;
+    }
+    uint8_t *tiles = NULL;
+    if (n > 0 && n < llamac_free_memory("") / 2) tiles = allocate(cpu, n, 1, page);
+    cpu->out_of_memory = false; // the engine works without tiles
+    if (!tiles) return true;
     llamac_use_large_pages(tiles, (n / page + 1) * page); // the size that `allocate` rounds up to
-    pack_all(cpu, tiles);
+    for (int i = 0; i < cpu->config.n_layers; i++) {
+        Matrices list = matrices_of(w, i);
+        for (int j = 0; j < list.n; j++) {
+            if (o->progress && !o->progress(o->data, (float)done / n)) return false;
+            done += pack_matrix(cpu, list.m[j], tiles + done, lowest);
+        }
+    }
     cpu->tiles = tiles, cpu->tiles_size = n;
+    return !o->progress || o->progress(o->data, 1);
 }
 
 // ----------------------------------------------------------------------------
@@ -194,6 +221,7 @@ static double bandwidth(Backend *b, const void *bytes, size_t n) {
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
     llamac_thread_pool_stop(&cpu->pool);
+    llamac_free_pages(cpu);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
     free(cpu);
@@ -226,24 +254,24 @@ static void make_workers(Cpu *cpu, int n_threads, size_t cols, size_t scratch_fl
     }
 }
 
-static void make_cache(Cpu *cpu) {
+// Allocates what attention needs besides the caches.
+static void make_attention(Cpu *cpu) {
     const Config *c = &cpu->config;
-    size_t rows = (size_t)c->n_layers * c->n_kv_heads * cpu->positions;
-    size_t key_rows = rows / cpu->positions * round_up_to_tile(cpu->positions);
-    size_t size = number_size(cpu->kv_type);
     cpu->value_width = round_up_to_tile(c->head_dim);
-    cpu->keys = allocate(cpu, key_rows * c->head_dim, size, 64);
-    cpu->values = allocate(cpu, rows * cpu->value_width, size, 64);
-    cpu->rotation = allocate(cpu, (size_t)cpu->positions * 2 * c->head_dim, sizeof(float), 64);
-    if (cpu->kv_type != INT8_GROUPS) return;
-    cpu->key_scales = allocate(cpu, rows, sizeof(float), 64);
-    cpu->value_scales = allocate(cpu, rows, sizeof(float), 64);
+    cpu->max_ranges = (cpu->max_positions + KV_RANGE - 1) / KV_RANGE + 1;
+    llamac_plan_pages(cpu);
+    size_t partial = 2 + cpu->value_width, items = (size_t)(CHUNK + cpu->max_ranges) * c->n_heads;
+    cpu->rotation = allocate(cpu, (size_t)cpu->max_positions * 2 * c->head_dim, sizeof(float), 64);
+    cpu->partials = allocate(cpu, cpu->max_ranges * c->n_heads * partial, sizeof(float), 64);
+    cpu->items = allocate(cpu, items, sizeof *cpu->items, 64);
+    cpu->caches = allocate(cpu, CHUNK, sizeof *cpu->caches, 64);
+    cpu->positions = allocate(cpu, CHUNK, sizeof *cpu->positions, 64);
 }
 
 // Allocates the activations of a chunk of tokens. cols: max columns of a matrix.
 static void make_activations(Cpu *cpu, size_t cols) {
     const Config *c = &cpu->config;
-    size_t chunk = cpu->positions < CHUNK ? cpu->positions : CHUNK;
+    size_t chunk = CHUNK;
     size_t padded = chunk + cpu->kernels->tokens; // the last panel may be only partly filled
     cpu->q = allocate(cpu, chunk * c->q_dim, sizeof(float), 64);
     cpu->k = allocate(cpu, chunk * c->kv_dim, sizeof(float), 64);
@@ -258,42 +286,48 @@ static void make_activations(Cpu *cpu, size_t cols) {
     cpu->gated_blocks = allocate(cpu, chunk * (cols / 32 + 1), sizeof(Block), 64);
 }
 
-const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads) {
+const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
     const Config *c = &model->config;
     *backend = NULL;
-    const Kernels *kernels = llamac_choose_kernels();
-    if (!kernels)
-        return "LLAMAC_ISA names no instruction set of this machine; "
-               "expected scalar, avx2, avx512, avx512bf16, neon or neondot";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
     cpu->ops = (Backend){.chunk = CHUNK,
+                         .max_runs = CHUNK,
                          .begin = begin,
                          .end = end,
                          .alloc = cpu_alloc,
+                         .new_cache = llamac_cpu_new_cache,
+                         .free_cache = llamac_cpu_free_cache,
+                         .reserve = llamac_cpu_reserve,
+                         .share = llamac_cpu_share,
                          .embed = embed,
                          .attention = llamac_cpu_attention,
                          .add_product = llamac_cpu_add_product,
                          .feed_forward = llamac_cpu_feed_forward,
+                         .gather = gather,
                          .logits = llamac_cpu_logits,
                          .bandwidth = bandwidth,
                          .close = cpu_close};
-    cpu->config = *c, cpu->model = model, cpu->kernels = kernels, cpu->positions = positions;
-    bool half =
-        model->kv_bits == 16 || (!model->kv_bits && is_quantised(&model->weights.layers[0].wq));
-    cpu->kv_type = model->kv_bits == 8 ? INT8_GROUPS : half ? F16 : F32;
+    cpu->config = *c, cpu->model = model, cpu->kernels = o->kernels;
+    cpu->max_positions = o->positions;
+    bool half = o->kv_bits == 16 || (!o->kv_bits && is_quantised(&model->weights.layers[0].wq));
+    cpu->kv_type = o->kv_bits == 8 ? INT8_GROUPS : half ? F16 : F32;
     int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;
     if (cols < c->q_dim) cols = c->q_dim;
-    make_cache(cpu);
+    make_attention(cpu);
     make_activations(cpu, cols);
-    make_workers(cpu, n_threads, cols, scratch_size(cpu, cols));
+    if (!cpu->out_of_memory) make_workers(cpu, o->n_threads, cols, scratch_size(cpu, cols));
     cpu->pool.steps = allocate(cpu, (c->n_layers + 1) * MAX_STEPS, sizeof(Step), 64);
     if (cpu->out_of_memory) {
         cpu_close(&cpu->ops);
         return "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer "
                "bits of each with --kv";
     }
-    llamac_thread_pool_start(&cpu->pool, n_threads);
+    llamac_thread_pool_start(&cpu->pool, o->n_threads);
+    if (has_tiles(cpu->kernels) && !o->no_copy && !pack_weights(cpu, o)) {
+        cpu_close(&cpu->ops);
+        return "aborted by the program";
+    }
     *backend = &cpu->ops;
     return NULL;
 }

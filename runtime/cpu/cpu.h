@@ -25,22 +25,61 @@ enum {
     ROWS = 2 * TILE, // rows of a matrix in one item of a product's step
 };
 
+enum {
+    PAGE = 64,      // positions of a page of the KV cache, a multiple of TILE
+    KV_RANGE = 512, // positions of a range of attention (attention.c), a multiple of PAGE
+};
+
+// A page of the KV cache: keys and values of PAGE positions of a sequence, in all layers. Sequences
+// that begin with the same tokens share pages. One block of memory holds the page and its arrays.
+typedef struct Page {
+    int n_caches;       // caches that share the page. Only a page of one cache is changed
+    struct Page *next;  // in the list of unused pages
+    char *keys;         // (n_layers, n_kv_heads, PAGE / TILE, head_dim, TILE)
+    char *values;       // (n_layers, n_kv_heads, PAGE, value_width)
+    float *key_scales;  // (n_layers, n_kv_heads, PAGE) for INT8_GROUPS, else NULL
+    float *value_scales;
+} Page;
+
+struct Cache {
+    Page **pages; // (n_pages,)
+    int n_pages, capacity;
+};
+
+// What attention computes as one unit of work. Each item of a step reads its description here.
+typedef struct {
+    enum { GROUP, PART, SPAN_OF_TOKENS } kind;
+    int t;           // token of the batch; of a span, its first
+    int n;           // query heads of a group, tokens of a span
+    int head;        // first query head of a group, query head of a span
+    int range;       // PART: which range of the token
+    int first_range; // PART: number of ranges of all earlier tokens of the batch
+} AttentionItem;
+
 struct Cpu {
     Backend ops;
     Config config;
     const Kernels *kernels;
     Model *model;
 
-    // The KV cache (attention.c)
-    int positions;   // max tokens in the cache
-    Type kv_type;    // F32, F16, or INT8_GROUPS with a scale for each key and each value
-    int value_width; // head_dim rounded up to a multiple of TILE
-    char *keys;      // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
-    char *values;    // (n_layers, n_kv_heads, positions, value_width)
-    // (n_layers, n_kv_heads, positions) for INT8_GROUPS, else NULL
-    float *key_scales, *value_scales;
-    float *rotation; // (positions, 2, head_dim) cosines and sines for Kernels.rotate
-    int n_rotations; // positions whose cosines and sines have been computed
+    // The KV caches (attention.c)
+    int max_positions;  // of a sequence
+    Type kv_type;       // F32, F16, or INT8_GROUPS with a scale for each key and each value
+    int value_width;    // head_dim rounded up to a multiple of TILE
+    size_t page_size;   // bytes of the arrays of a page
+    Page *unused_pages; // a list
+    float *rotation;    // (max_positions, 2, head_dim) cosines and sines for Kernels.rotate
+    int n_rotations;    // positions whose cosines and sines have been computed
+
+    // The batch, and the plan of its attention
+    int T;
+    const Cache **caches;  // (CHUNK,) of each token
+    int *positions;        // (CHUNK,) of each token in its sequence
+    AttentionItem *items;  // (n_items,)
+    int n_items, item_cost;
+    bool split;            // the items are PARTs
+    float *partials;       // (max_ranges, n_heads, 2 + value_width) results of PARTs
+    int max_ranges;
 
     // Activations of a chunk of tokens. gated_* hold the output of SwiGLU
     float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
@@ -48,14 +87,10 @@ struct Cpu {
     float *panels;                 // (columns, tokens of a panel) for each panel
     uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2) for each panel
     Block *blocks, *gated_blocks;  // (chunk, columns / 32)
-    // the call requests the logits of all tokens, perhaps to compare them with those of another
-    // program: multiply BF16 weights with activations in float32, which is more precise
-    bool all_logits;
 
     // Weights in tiles (cpu.c)
-    const void *tiles; // all tiles, NULL until the weights are packed
+    const void *tiles; // all tiles, NULL if the weights are not packed
     size_t tiles_size; // bytes
-    int decoded;       // calls with one token so far; decides when to pack
 
     void **memory; // (n_memory,) allocations that cpu_close frees
     int n_memory;
@@ -67,7 +102,7 @@ struct Cpu {
     bool recorded;    // the list holds the steps for one token
     const Mat *table; // embedding table of the last call of embed
     float *embedded;  // output of the last call of embed
-    int pos;          // position of the first token of the call
+    float *logits;    // where the recorded steps write the logits; NULL: they compute none
 };
 
 // Adds a step of n items to the list, with a copy of args (size bytes, max MAX_ARGS). Outside begin
@@ -148,15 +183,25 @@ static inline int64_t cost_of_item(const MatmulArgs *a) {
 // ----------------------------------------------------------------------------
 // Ops. backend.h describes their formulas
 
-void llamac_cpu_attention(Backend *, int layer, const Layer *, float *out, const float *x, int pos,
-                          int T);
+void llamac_cpu_attention(Backend *, const Batch *, int layer, const Layer *, float *out,
+                          const float *x);
 void llamac_cpu_add_product(Backend *, float *x, const Mat *w, const float *y, int T);
 void llamac_cpu_feed_forward(Backend *, const Layer *, float *x, int T);
 void llamac_cpu_logits(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                        int T);
+Cache *llamac_cpu_new_cache(Backend *);
+void llamac_cpu_free_cache(Backend *, Cache *);
+bool llamac_cpu_reserve(Backend *, Cache *, int pos, int n);
+bool llamac_cpu_share(Backend *, Cache *, const Cache *from, int n);
 
-// Computes the rotations of RoPE for positions 0..positions-1 that are still missing.
-void llamac_extend_rotations(Cpu *, int positions);
+// Fills in what Cpu has about the batch: caches and positions of the tokens, items of attention,
+// rotations.
+void llamac_plan_attention(Cpu *, const Batch *);
+
+// Sets page_size.
+void llamac_plan_pages(Cpu *);
+
+void llamac_free_pages(Cpu *); // the unused ones
 
 // Returns how many floats of scratch one worker needs for attention.
 size_t llamac_attention_scratch(const Cpu *);

@@ -1,5 +1,4 @@
 // Chooses the kernels of one instruction set, for the machine that the program runs on.
-#include <stdlib.h>
 #include "kernels.h"
 
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]) {
@@ -13,11 +12,10 @@ int llamac_find_kernels(const Kernels *found[MAX_KERNELS]) {
     return n;
 }
 
-const Kernels *llamac_choose_kernels(void) {
+const Kernels *llamac_choose_kernels(const char *isa) {
     const Kernels *found[MAX_KERNELS];
-    const char *name = getenv("LLAMAC_ISA");
     int n = llamac_find_kernels(found);
     for (int i = 0; i < n; i++)
-        if (!name || !*name || !strcmp(name, found[i]->name)) return found[i];
+        if (!isa || !*isa || !strcmp(isa, found[i]->name)) return found[i];
     return NULL;
 }

@@ -107,10 +107,8 @@ typedef struct {
     int head_dim;
     int width; // head_dim rounded up to a multiple of TILE
     int n;     // positions
-    Type type; // of keys and values: F32, F16 or INT8_GROUPS
-    // (n,) if the type is INT8_GROUPS, else NULL. `scores` and `mix` ignore them: the caller
-    // multiplies p with key_scales after `scores`, with value_scales before `mix`
-    const float *key_scales, *value_scales;
+    bool add;  // `mix` adds to `out` instead of replacing it
+    Type type; // of keys and values: F32, F16 or INT8_GROUPS, without its scales
 } Attention;
 
 // Attention of many tokens multiplies panels of Kernels.queries queries with tiles of TILE rows:
@@ -148,7 +146,7 @@ typedef struct {
 enum { UNPACKED = 5120 };
 
 // The kernels of one instruction set.
-typedef struct {
+typedef struct Kernels {
     const char *name;
     // Returns whether this machine has the instruction set; NULL if the kernels were not compiled,
     // because the architecture or the compiler lacks it
@@ -200,9 +198,9 @@ extern const Kernels llamac_reference, llamac_avx2, llamac_avx512, llamac_avx512
 enum { MAX_KERNELS = 6 };
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]);
 
-// Returns the best kernels, or those that the environment variable LLAMAC_ISA names. Returns NULL
-// if the name is unknown or this machine cannot run them.
-const Kernels *llamac_choose_kernels(void);
+// Returns the kernels of the instruction set with this name; NULL: the best. Returns NULL if the
+// name is unknown or this machine cannot run them.
+const Kernels *llamac_choose_kernels(const char *isa);
 
 static inline float half_to_float(uint16_t h) {
     // Moves exponent and mantissa to where a float has them. There the exponent is 112 too small,

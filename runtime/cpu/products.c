@@ -84,8 +84,7 @@ static void pack_pairs(Worker *self, const void *args, int begin, int end) {
 
 MatmulArgs llamac_matmul_args(const Cpu *cpu, const Product *products, int n, const Mat *norm,
                               const float *x, int T) {
-    // with all_logits, activations stay in float32, which is more precise
-    bool pairs = cpu->kernels->bf16s && !cpu->all_logits && T >= MIN_PAIRS;
+    bool pairs = cpu->kernels->bf16s && T >= MIN_PAIRS;
     MatmulArgs a = {.n = n,
                     .in = {.x = x,
                            .norm = norm ? norm->data : NULL,

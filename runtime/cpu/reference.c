@@ -230,7 +230,7 @@ static void scores(const Attention *a) {
 static void mix(const Attention *a) {
     for (int query = 0; query < a->n_queries; query++)
         for (int d = 0; d < a->width; d++) {
-            float sum = 0;
+            float sum = a->add ? a->out[query * a->width + d] : 0;
             for (int i = 0; i < a->n; i++)
                 sum += a->p[query * a->p_stride + i]
                        * number(a->type, a->values, (size_t)i * a->width + d);

@@ -12,28 +12,34 @@
     else if (a->n_queries == 3) function(type, a, 3); \
     else function(type, a, QUERIES)
 
-// Computes the scores of n queries, one tile of keys after the other. Even and odd dimensions d
-// have separate sums, so that an addition does not wait for the one before.
-INLINE void score_queries(Type type, const Attention *a, const int n) {
-    const float *queries = a->q;
-    const char *keys = a->keys;
-    const size_t size = number_size(type) * TILE; // bytes of one d in a tile
-    for (int i = 0; i < a->n; i += TILE, keys += size * a->head_dim)
-        for (int v = 0; v < VECTORS; v++) {
-            Floats even[QUERIES], odd[QUERIES];
-            UNROLL for (int q = 0; q < n; q++) even[q] = odd[q] = SET(0);
-            for (int d = 0; d < a->head_dim; d += 2) {
-                Floats key = load(type, keys + d * size, v * LANES);
-                Floats key2 = load(type, keys + (d + 1) * size, v * LANES);
-                UNROLL for (int q = 0; q < n; q++) {
-                    const float *query = queries + q * a->q_stride + d;
-                    even[q] = FMA(key, SET(query[0]), even[q]);
-                    odd[q] = FMA(key2, SET(query[1]), odd[q]);
-                }
-            }
-            UNROLL for (int q = 0; q < n; q++)
-                STORE(a->p + q * a->p_stride + i + v * LANES, ADD(even[q], odd[q]));
+// Computes the scores of n queries for `tiles` tiles of keys at once: with few queries, several
+// tiles, so that enough sums are independent and an addition does not wait for the one before.
+INLINE void score_tiles(Type type, const Attention *a, int first, const int n, const int tiles) {
+    const size_t column = number_size(type) * TILE; // bytes of one dimension in a tile
+    const char *keys = (const char *)a->keys + first / TILE * column * a->head_dim;
+    Floats sums[QUERIES][4 * VECTORS];
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < tiles * VECTORS; v++)
+        sums[q][v] = SET(0);
+    for (int d = 0; d < a->head_dim; d++, keys += column) {
+        Floats key[4 * VECTORS];
+        UNROLL for (int v = 0; v < tiles * VECTORS; v++) key[v] =
+            load(type, keys + v / VECTORS * column * a->head_dim, v % VECTORS * LANES);
+        UNROLL for (int q = 0; q < n; q++) {
+            Floats query = SET(a->q[q * a->q_stride + d]);
+            UNROLL for (int v = 0; v < tiles * VECTORS; v++) sums[q][v] =
+                FMA(key[v], query, sums[q][v]);
         }
+    }
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < tiles * VECTORS; v++)
+        STORE(a->p + q * a->p_stride + first + v * LANES, sums[q][v]);
+}
+
+INLINE void score_queries(Type type, const Attention *a, const int n) {
+    // as many as have room for their sums and keys in registers
+    const int tiles = n == 1 ? 4 : LANES == 16 || n == 2 ? 2 : 1;
+    int i = 0;
+    for (; i + tiles * TILE <= a->n; i += tiles * TILE) score_tiles(type, a, i, n, tiles);
+    for (; i < a->n; i += TILE) score_tiles(type, a, i, n, 1);
 }
 
 INLINE void scores_of(Type type, const Attention *a) { BY_QUERIES(score_queries, type, a); }
@@ -41,36 +47,25 @@ INLINE void scores_of(Type type, const Attention *a) { BY_QUERIES(score_queries,
 TARGET static void scores(const Attention *a) { BY_TYPE(scores_of, a); }
 
 // Computes `vectors` vectors of the output from column d on, for n queries, whose sums stay in
-// registers during the loop over positions. A single query has two sums (`chains`), for even and
-// odd positions, so that an addition does not wait for the one before.
+// registers during the loop over positions.
 INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const int vectors) {
-    const int chains = n == 1 ? 2 : 1;
     const float *p = a->p;
     const char *values = (const char *)a->values + d * number_size(type);
-    Floats sums[QUERIES + 1][4];
-    UNROLL for (int i = 0; i < n * chains; i++) UNROLL for (int v = 0; v < vectors; v++)
-        sums[i][v] = SET(0);
-    for (int i = 0; i < a->n; i++) {
-        UNROLL for (int v = 0; v < vectors; v++) {
+    Floats sums[QUERIES][4];
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++)
+        sums[q][v] = a->add ? LOAD(a->out + (size_t)q * a->width + d + v * LANES) : SET(0);
+    for (int i = 0; i < a->n; i++) UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
             UNROLL for (int q = 0; q < n; q++) sums[q][v] =
                 FMA(value, SET(p[q * a->p_stride + i]), sums[q][v]);
         }
-        // a single query goes on with the odd position, if there is one
-        if (chains == 1 || ++i == a->n) continue;
-        UNROLL for (int v = 0; v < vectors; v++) {
-            Floats value = load(type, values, (size_t)i * a->width + v * LANES);
-            sums[1][v] = FMA(value, SET(p[i]), sums[1][v]);
-        }
-    }
-    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++) {
-        Floats sum = chains == 2 ? ADD(sums[0][v], sums[1][v]) : sums[q][v];
-        STORE(a->out + (size_t)q * a->width + d + v * LANES, sum);
-    }
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++)
+        STORE(a->out + (size_t)q * a->width + d + v * LANES, sums[q][v]);
 }
 
 INLINE void mix_queries(Type type, const Attention *a, const int n) {
-    enum { MANY = LANES == 16 ? 4 : 2 }; // vectors for which sums of QUERIES fit in registers
+    // vectors for which the sums of all queries fit in registers
+    const int MANY = LANES == 16 || n == 1 ? 4 : 2;
     int d = 0;
     for (; d + MANY * LANES <= a->width; d += MANY * LANES) mix_columns(type, a, d, n, MANY);
     for (; MANY > 3 && d + 3 * LANES <= a->width; d += 3 * LANES) mix_columns(type, a, d, n, 3);
