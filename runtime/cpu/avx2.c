@@ -43,6 +43,8 @@ typedef __m256i Ints;
 #define LOAD_I(p) _mm256_loadu_si256((const __m256i *)(p))
 #define BF16_LOW(i) _mm256_castsi256_ps(_mm256_slli_epi32(i, 16))
 #define BF16_HIGH(i) _mm256_castsi256_ps(_mm256_and_si256(i, _mm256_set1_epi32((int)0xffff0000)))
+#define F16_LOW(i) floats_of_halves(_mm256_and_si256(i, _mm256_set1_epi32(0xffff)))
+#define F16_HIGH(i) floats_of_halves(_mm256_srli_epi32(i, 16))
 #define SET_I(x) _mm256_set1_epi32(x)
 #define FLOATS(i) _mm256_cvtepi32_ps(i)
 #define INTS(v) _mm256_cvtps_epi32(v)
@@ -75,8 +77,10 @@ TARGET static inline void store_8_bytes(int8_t *p, __m256i i) {
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(shorts, shorts));
 }
 
-TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
-    return FLOATS(DOT(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q)));
+// The lower 16 bits of each lane, without the upper ones.
+TARGET static inline __m256 floats_of_halves(__m256i i) {
+    __m128i low = _mm256_castsi256_si128(i), high = _mm256_extracti128_si256(i, 1);
+    return _mm256_cvtph_ps(_mm_packus_epi32(low, high));
 }
 
 #include "simd.h"

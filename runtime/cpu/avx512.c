@@ -6,7 +6,6 @@
 #if defined(__x86_64__)
 #define TARGET \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
-#define DOT_256(c, w, x) _mm256_dpbusd_epi32(c, w, x)
 #include "x86.h"
 
 #define LANES 16
@@ -41,6 +40,8 @@ typedef __m512i Ints;
 #define LOAD_I(p) _mm512_loadu_si512(p)
 #define BF16_LOW(i) _mm512_castsi512_ps(_mm512_slli_epi32(i, 16))
 #define BF16_HIGH(i) _mm512_castsi512_ps(_mm512_and_si512(i, _mm512_set1_epi32((int)0xffff0000)))
+#define F16_LOW(i) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(i))
+#define F16_HIGH(i) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(i, 16)))
 #define SET_I(x) _mm512_set1_epi32(x)
 #define FLOATS(i) _mm512_cvtepi32_ps(i)
 #define INTS(v) _mm512_cvtps_epi32(v)
@@ -55,13 +56,6 @@ typedef __m512i Ints;
 #define DOT_SMALL(c, w, x) _mm512_dpbusd_epi32(c, w, x)
 #define AND_15(w) _mm512_and_si512(w, _mm512_set1_epi8(15))
 #define SHIFT_4(w) AND_15(_mm512_srli_epi16(w, 4))
-
-TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
-    // adds 128 to each weight
-    __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)q), _mm256_set1_epi8(-128));
-    return _mm256_cvtepi32_ps(
-        _mm256_dpbusd_epi32(minus_offset(128, x), w, _mm256_loadu_si256((const __m256i *)x->q)));
-}
 
 #include "simd.h"
 
@@ -90,38 +84,46 @@ BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
     }
 }
 
-// Multiplies one or two rows of tiles with T tokens. T is at least 4, so there are enough
-// independent sums that an addition does not wait for the one before.
-BF16_INLINE void pair_tiles(const TileProduct *p, const int T, const int tile_rows) {
+// Multiplies one or two groups of TILE rows of a row of tiles with T tokens. `tiles` points to the
+// first group of the first tile. Each lane adds the pairs of columns in order, whatever T is.
+BF16_INLINE void pair_tiles(const TileProduct *p, const uint8_t *tiles, const int T,
+                            const int groups) {
     const int pairs = (p->cols + 1) / 2;
-    const size_t next = (size_t)pairs * 4 * TILE; // bytes of a row of tiles
-    const uint8_t *tiles = p->tiles;
     const uint16_t *x = p->x;
     Prefetch ahead = p->prefetch;
-    __m512 sums[TILE_ROWS][TOKENS];
-    for (int r = 0; r < tile_rows; r++)
+    __m512 sums[2][TOKENS];
+    for (int r = 0; r < groups; r++)
         for (int t = 0; t < T; t++) sums[r][t] = _mm512_setzero_ps();
-    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T) {
-        prefetch(&ahead, c);
+    for (int c = 0; c < pairs; c++, tiles += 4 * FLOAT_TILE, x += 2 * T) {
+        if (T > 2) prefetch(&ahead, c);
         __m512bh w = (__m512bh)LOAD_I(tiles),
-                 w2 = tile_rows == 2 ? (__m512bh)LOAD_I(tiles + next) : w;
+                 w2 = groups == 2 ? (__m512bh)LOAD_I(tiles + 4 * TILE) : w;
         UNROLL for (int t = 0; t < T; t++) {
             int32_t pair;
             memcpy(&pair, x + 2 * t, 4);
             __m512bh xs = (__m512bh)SET_I(pair);
             sums[0][t] = _mm512_dpbf16_ps(sums[0][t], w, xs);
-            if (tile_rows == 2) sums[1][t] = _mm512_dpbf16_ps(sums[1][t], w2, xs);
+            if (groups == 2) sums[1][t] = _mm512_dpbf16_ps(sums[1][t], w2, xs);
         }
     }
-    for (int r = 0; r < tile_rows; r++)
+    for (int r = 0; r < groups; r++)
         for (int t = 0; t < T; t++) STORE(p->y + t * 2 * TILE + r * TILE, sums[r][t]);
 }
 
-BF16_TARGET static void pairs_product(const TileProduct *p) {
-    bool two = p->tile_rows == 2;
-    if (p->T == TOKENS) two ? pair_tiles(p, TOKENS, 2) : pair_tiles(p, TOKENS, 1);
-    else if (p->T == 8) two ? pair_tiles(p, 8, 2) : pair_tiles(p, 8, 1);
-    else two ? pair_tiles(p, 4, 2) : pair_tiles(p, 4, 1);
+BF16_TARGET static void pairs_product(const TileProduct *product) {
+    TileProduct p = *product;
+    const size_t size = (size_t)(p.cols + 1) / 2 * 4 * FLOAT_TILE; // bytes of a row of tiles
+    const int end = p.first + p.groups;
+    for (int g = p.first, n; g < end; g += n, p.y += n * TILE) {
+        const uint8_t *tiles = p.tiles + g / 2 * size + g % 2 * 4 * TILE;
+        bool two = g % 2 == 0 && g + 1 < end;
+        n = two ? 2 : 1;
+        if (p.T == TOKENS) two ? pair_tiles(&p, tiles, TOKENS, 2) : pair_tiles(&p, tiles, TOKENS, 1);
+        else if (p.T == 8) two ? pair_tiles(&p, tiles, 8, 2) : pair_tiles(&p, tiles, 8, 1);
+        else if (p.T == 4) two ? pair_tiles(&p, tiles, 4, 2) : pair_tiles(&p, tiles, 4, 1);
+        else if (p.T == 2) two ? pair_tiles(&p, tiles, 2, 2) : pair_tiles(&p, tiles, 2, 1);
+        else two ? pair_tiles(&p, tiles, 1, 2) : pair_tiles(&p, tiles, 1, 1);
+    }
 }
 
 static bool supported_with_bf16(void) {

@@ -107,7 +107,8 @@ typedef struct {
 static void pack_rows(Worker *self, const void *args, int begin, int end) {
     const PackArgs *a = args;
     for (int i = a->first + begin; i < a->first + end; i++)
-        llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
+        llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m,
+                    i * tile_height(a->m));
 }
 
 // Drops the pages of a mapped file from `begin` to `end`, whose rows have just been packed. Drops
@@ -120,20 +121,21 @@ static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8
 }
 
 // Packs a matrix into `tiles` and returns the size of all its tiles in bytes. If `tiles` is NULL,
-// only returns the size. Does not pack F16 and INT8_GROUPS, whose tiles would be in float32 and
-// thus larger than the matrix, and returns 0 for them.
+// only returns the size. Does not pack INT8_GROUPS, whose tiles would be in float32 and thus larger
+// than the matrix, and returns 0 for it.
 static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest) {
-    if (m->type != F32 && m->type != BF16 && !is_quantised(m)) return 0;
-    int n = (m->rows + TILE - 1) / TILE; // rows of tiles; tiles_size(m) is the size of one
+    if (m->type == INT8_GROUPS) return 0;
+    int height = tile_height(m);
+    int n = (m->rows + height - 1) / height; // rows of tiles; tiles_size(m) is the size of one
     // rows of tiles that are packed before the pages that they come from are dropped, so that
     // memory never holds both copies of a whole large matrix
     int at_once = (int)(PACKED_AT_ONCE / tiles_size(m)) + 1;
     for (int i = 0, count; tiles && i < n; i += count) {
         PackArgs args = {m, tiles, i};
         count = n - i < at_once ? n - i : at_once;
-        llamac_add_step(cpu, pack_rows, &args, sizeof args, count, TILE * m->cols);
+        llamac_add_step(cpu, pack_rows, &args, sizeof args, count, (int64_t)height * m->cols);
         if (cpu->model->mapped)
-            drop_packed(lowest, row_of(m, i * TILE), row_of(m, (i + count) * TILE));
+            drop_packed(lowest, row_of(m, i * height), row_of(m, (i + count) * height));
     }
     if (tiles) m->tiles = tiles;
     return n * tiles_size(m);
@@ -245,11 +247,14 @@ static void make_workers(Cpu *cpu, int n_threads, size_t cols, size_t scratch_fl
     float *x = allocate(cpu, n_threads * x_size, sizeof(float), 64);
     float *scratch = allocate(cpu, n_threads * scratch_floats, sizeof(float), 64);
     Block *blocks = allocate(cpu, n_threads * n_blocks, sizeof(Block), 64);
+    size_t n_pairs = cols + 64; // a cache line apart
+    uint16_t *pairs = allocate(cpu, n_threads * n_pairs, sizeof(uint16_t), 64);
     if (cpu->out_of_memory) return;
     memset(workers, 0, n_threads * sizeof(Worker));
     for (int i = 0; i < n_threads; i++) {
         Worker *w = &workers[i];
         w->pool = &cpu->pool, w->cpu = cpu, w->x = x + i * x_size;
+        w->pairs = pairs + i * n_pairs;
         w->blocks = blocks + i * n_blocks, w->scratch = scratch + i * scratch_floats;
     }
 }

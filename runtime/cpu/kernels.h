@@ -19,15 +19,17 @@ typedef struct {
     int8_t q[32]; // round(x / scale)
 } Block;
 
-// Tiles: the weights of TILE rows of a matrix, reordered so that the numbers that one instruction
-// multiplies are next to each other. Rows 0..15 of the matrix become its first row of tiles, rows
-// 16..31 its second; rows missing at the end are zero. A unit is a column of F32, two columns of
-// BF16, or a block of 32 or 256 columns of a quantised type; each tile holds one unit of all 16
-// rows. If w[r][c] is row r, column c, the first row of tiles is
+// Tiles: the weights of some rows of a matrix, reordered so that the numbers that one instruction
+// multiplies are next to each other. Quantised types have tiles of TILE rows: rows 0..15 of the
+// matrix become its first row of tiles, rows 16..31 its second. Floats have tiles of FLOAT_TILE
+// rows, so that the sums of one token are independent vectors. Rows missing at the end are zero. A
+// unit is a column of F32, two columns of BF16 or F16, or a block of 32 or 256 columns of a
+// quantised type; each tile holds one unit of all its rows. If w[r][c] is row r, column c, the
+// first row of tiles is
 //
-//         tile 0, 64 bytes                            tile 1
-//   F32   w[0][0]   w[1][0]   ... w[15][0]          | w[0][1]   w[1][1]   ... w[15][1]   | ...
-//   BF16  w[0][0,1] w[1][0,1] ... w[15][0,1]        | w[0][2,3] w[1][2,3] ... w[15][2,3] | ...
+//         tile 0, 128 bytes                           tile 1
+//   F32   w[0][0]   w[1][0]   ... w[31][0]          | w[0][1]   w[1][1]   ... w[31][1]   | ...
+//   BF16  w[0][0,1] w[1][0,1] ... w[31][0,1]        | w[0][2,3] w[1][2,3] ... w[31][2,3] | ...
 //
 //         tile 0, 544 bytes                                                      tile 1
 //   Q8_0  16 half-precision scales, one for each row                           | 16 scales
@@ -52,7 +54,7 @@ typedef struct {
 // second block: its tile begins at 1088 + 544 = 1632. There, the scale is at 1632 + 2 * 2 = 1636.
 // The byte is in word 5 / 4 = 1, after the scales (32 bytes) and word 0 (64 bytes), in the four
 // bytes of row 2 (2 * 4), number 5 % 4 = 1 of them: 1632 + 32 + 64 + 8 + 1 = 1737.
-enum { TILE = 16 };
+enum { TILE = 16, FLOAT_TILE = 2 * TILE };
 
 // What a product of floats prefetches while it computes. Each step (two columns) prefetches one
 // cache line of weights for the next rows. Every (mask + 1)th step also prefetches one cache line
@@ -76,20 +78,22 @@ static inline void prefetch(Prefetch *p, int step) {
     p->out += step & (p->mask + 1) ? 64 + p->gap : 64;
 }
 
-// The operands of TypeKernels.product and Kernels.pairs_product, which multiply T tokens with rows
-// of tiles.
+// The operands of TypeKernels.product and Kernels.pairs_product, which multiply T tokens with
+// `groups` groups of TILE rows. They begin with group `first` of a row of tiles: 0, or 1 for the
+// second half of a tile of floats.
 typedef struct {
-    // If T is 1: (tile_rows * TILE,). Else (T, 2 * TILE), where the second TILE columns are unused
-    // if tile_rows is 1
+    // If T is 1: (groups * TILE,). Else (T, 2 * TILE), where the second TILE columns are unused if
+    // there is one group
     float *y;
-    const uint8_t *tiles;
-    int tile_rows; // 1 or 2; any number if T is 1
-    // Quantised types: Block (T, cols / 32). F32 and BF16: a panel of floats (cols, T).
+    const uint8_t *tiles; // the row of tiles of the first group
+    int first;
+    // 1 or 2, of the same row of tiles if they are floats; any number if T is 1
+    int groups;
+    // Quantised types: Block (T, cols / 32). F32, BF16 and F16: a panel of floats (cols, T).
     // `pairs_product`: a panel of pairs of columns in BF16 (cols / 2 rounded up, T, 2)
     const void *x;
     int cols;
-    // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens; for `pairs_product` at least 4
-    int T;
+    int T;         // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens
     bool unpacked; // tiles were made by TypeKernels.unpack
     Prefetch prefetch;
 } TileProduct;
@@ -128,10 +132,10 @@ typedef struct {
 // The kernels for one type of weights. A type without `dot` or `product` is multiplied as F32.
 typedef struct {
     // Returns the dot product of x with a row in the order of the file. x is Block (cols / 32,) for
-    // quantised types, else float (cols,)
+    // quantised types, else float (cols,). Only kernels without tiles have it, and F32
     float (*dot)(const void *row, const void *x, int cols);
-    // Makes one row of tiles from TILE rows in the order of the file, which are `stride` bytes
-    // apart and have `units` units each
+    // Makes one row of tiles from its rows in the order of the file, which are `stride` bytes apart
+    // and have `units` units each
     void (*pack)(uint8_t *tiles, const uint8_t *rows, size_t stride, int units);
     void (*product)(const TileProduct *);
     // Unpacks n tiles of a type with blocks of 256 into tiles of UNPACKED bytes, so that products

@@ -2,10 +2,7 @@
 // products themselves, and the feed-forward network.
 #include "cpu.h"
 
-enum {
-    MIN_UNPACKED = 24, // min tokens for which it pays to unpack tiles (TypeKernels.unpack)
-    MIN_PAIRS = 16,    // min tokens for which BF16 weights are multiplied with activations in BF16
-};
+enum { MIN_UNPACKED = 24 }; // min tokens for which it pays to unpack tiles (TypeKernels.unpack)
 
 // ----------------------------------------------------------------------------
 // Panels: the tokens of a prompt that a kernel multiplies at once
@@ -14,9 +11,9 @@ enum {
 typedef struct { int t, width, left; } Panel;
 
 // Returns the panel that begins with token t of T. Its width is Kernels.tokens or, for the last
-// tokens, the smallest power of two that holds them; with pairs, at least 4.
-static Panel panel_at(const Kernels *k, int t, int T, bool pairs) {
-    int left = T - t, width = pairs ? 4 : 1;
+// tokens, the smallest power of two that holds them.
+static Panel panel_at(const Kernels *k, int t, int T) {
+    int left = T - t, width = 1;
     while (width < left && width < k->tokens) width *= 2;
     width = width < k->tokens ? width : k->tokens;
     return (Panel){t, width, left < width ? left : width};
@@ -49,7 +46,7 @@ static void pack_panels(Worker *self, const void *args, int begin, int end) {
     const Kernels *k = self->cpu->kernels;
     size_t cols = a->cols;
     for (int i = begin; i < end; i++) {
-        Panel p = panel_at(k, i * k->tokens, a->T, false);
+        Panel p = panel_at(k, i * k->tokens, a->T);
         float *panel = self->cpu->panels + p.t * cols; // (cols, width)
         const float *x = read_tokens(self->cpu, a, p.t, p.left, self->scratch);
         if (p.left == p.width) {
@@ -71,7 +68,7 @@ static void pack_pairs(Worker *self, const void *args, int begin, int end) {
     float *normed = self->scratch;                   // (cols,)
     uint16_t *rows = (uint16_t *)(normed + a->cols); // (width, 2 * pairs)
     for (int i = begin; i < end; i++) {
-        Panel p = panel_at(k, i * k->tokens, a->T, true);
+        Panel p = panel_at(k, i * k->tokens, a->T);
         memset(rows, 0, (size_t)p.width * pairs * 4);
         for (int j = 0; j < p.left; j++) {
             const float *x = read_tokens(self->cpu, a, p.t + j, 1, normed);
@@ -84,7 +81,7 @@ static void pack_pairs(Worker *self, const void *args, int begin, int end) {
 
 MatmulArgs llamac_matmul_args(const Cpu *cpu, const Product *products, int n, const Mat *norm,
                               const float *x, int T) {
-    bool pairs = cpu->kernels->bf16s && T >= MIN_PAIRS;
+    bool pairs = cpu->kernels->bf16s;
     MatmulArgs a = {.n = n,
                     .in = {.x = x,
                            .norm = norm ? norm->data : NULL,
@@ -116,17 +113,21 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
     if (in.T > 1 || a->ready) return in;
     if (in.norm) in.x = in.panels = self->x;
     in.blocks = self->blocks;
+    if (in.pairs) in.pairs = self->pairs;
     if (self->prepared) return in;
     if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm, in.cols);
     if (a->reads & BLOCKS) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
+    if (a->reads & PAIRS) {
+        self->pairs[in.cols] = 0; // completes the pair of an odd last column
+        self->cpu->kernels->bf16s(self->pairs, in.x, in.cols);
+    }
     self->prepared = true;
     return in;
 }
 
 // ----------------------------------------------------------------------------
-// Products without tiles: of one token if the weights are not packed, or of any number if the
-// kernels have no tiles. `panels` are plain rows here, since a panel of one token is its row, and
-// without tiles all panels have one token (Kernels.tokens is 1)
+// Products of kernels without tiles. `panels` are plain rows here, since all panels have one token
+// (Kernels.tokens is 1)
 
 // Computes rows r..end-1 of the product. `direct`: the kernel multiplies rows as the file has them;
 // other rows are first converted to floats in scratch (cols,).
@@ -150,23 +151,33 @@ static void multiply_plain(const Kernels *k, const Product *p, const Activations
 // ----------------------------------------------------------------------------
 // Products with tiles
 
-// Some rows of tiles of a matrix.
+// Some groups of TILE rows of a matrix, as tiles.
 typedef struct {
     const Mat *w;
-    const uint8_t *tiles;
-    int n;         // rows of tiles
-    bool unpacked; // by TypeKernels.unpack
+    const uint8_t *tiles; // the row of tiles of the first group
+    int first;            // group of that row of tiles
+    int n;                // groups
+    bool unpacked;        // by TypeKernels.unpack
 } TileRows;
 
 // Returns the tiles of rows r..end-1: if the weights are packed, their tiles; else packs these rows
-// into `buffer`.
+// into `buffer`. r is a multiple of TILE.
 static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *buffer) {
-    TileRows rows = {w, buffer, (end - r + TILE - 1) / TILE, false};
-    if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
+    int height = tile_height(w), start = r / height * height;
+    TileRows rows = {w, buffer, (r - start) / TILE, (end - r + TILE - 1) / TILE, false};
+    if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + start / height * tiles_size(w);
     else
-        for (int i = 0; i < rows.n; i++)
-            llamac_pack(k, buffer + i * tiles_size(w), w, r + i * TILE);
+        for (int i = start; i < end; i += height, buffer += tiles_size(w))
+            llamac_pack(k, buffer, w, i);
     return rows;
+}
+
+// Leaves out the first n groups.
+static void skip_groups(TileRows *rows, int n) {
+    int per = tile_height(rows->w) / TILE; // groups of a row of tiles
+    rows->first += n, rows->n -= n;
+    rows->tiles += rows->first / per * tiles_size(rows->w);
+    rows->first %= per;
 }
 
 // Unpacks rows of tiles into `buffer`, if their type has `unpack` (as types with blocks of 256
@@ -188,7 +199,8 @@ typedef struct {
 // weights are packed, a part of the tiles of the next rows. The panels of a prompt prefetch one
 // part each, in proportion to their width.
 static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output output) {
-    size_t size = rows->n * tiles_size(rows->w);
+    // bytes of the rows, and so of the next ones
+    size_t size = rows->n * tiles_size(rows->w) * TILE / tile_height(rows->w);
     int steps = (rows->w->cols + 1) / 2;
     Prefetch prefetch = {.weights = rows->tiles,
                          .out = (const char *)output.out,
@@ -204,14 +216,15 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output out
     return prefetch;
 }
 
-// y (width, ROWS) = a panel times one or two rows of tiles (ROWS is 2 * TILE). With one token, any
-// number of rows of tiles is allowed, and y is (rows->n * TILE,).
+// y (width, ROWS) = a panel times one or two groups (ROWS is 2 * TILE). With one token, any number
+// of groups is allowed, and y is (rows->n * TILE,).
 static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a,
                            Panel panel, Output output) {
     const Mat *w = rows->w;
     TileProduct p = {.y = y,
                      .tiles = rows->tiles,
-                     .tile_rows = rows->n,
+                     .first = rows->first,
+                     .groups = rows->n,
                      .cols = w->cols,
                      .T = panel.width,
                      .unpacked = rows->unpacked};
@@ -227,7 +240,8 @@ static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, con
     pairs ? k->pairs_product(&p) : tile_kernels(k, w)->product(&p);
 }
 
-// Computes rows r..end-1, at most ROWS of them, for many tokens.
+// Computes rows r..end-1, at most ROWS of them and of one tile if they are floats, for any number
+// of tokens.
 static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
@@ -237,7 +251,7 @@ static void multiply_tiles(const Kernels *k, const Product *p, const Activations
     // behind the packed weights, each of which takes less than 1 byte if its type has `unpack`
     unpack(k, &rows, a->T, buffer + 2 * ROWS * w->cols);
     for (int t = 0; t < a->T;) {
-        Panel panel = panel_at(k, t, a->T, w->type == BF16 && a->pairs);
+        Panel panel = panel_at(k, t, a->T);
         float *out = p->out + (size_t)t * w->rows + r;
         for (int i = 0; i < panel.left && is_quantised(w); i++)
             for (int j = 0; j < end - r; j += TILE)
@@ -259,18 +273,20 @@ static void stream_tiles(const Kernels *k, const Product *p, const Activations *
     full.n = p->add ? 0 : (end - r) / TILE;
     if (full.n) multiply_panel(k, p->out + r, &full, a, token, (Output){0});
     if (full.n == rows.n) return;
-    rows.tiles += full.n * tiles_size(p->w), rows.n -= full.n;
+    skip_groups(&rows, full.n);
     multiply_panel(k, scratch, &rows, a, token, (Output){0});
     put_row(p->out + r + full.n * TILE, scratch, end - r - full.n * TILE, p->add);
 }
 
 void llamac_multiply_rows(Worker *self, const Product *p, const Activations *in, int r, int end) {
     const Kernels *k = self->cpu->kernels;
-    if (in->T == 1 && p->w->tiles) stream_tiles(k, p, in, r, end, self->scratch);
-    else if (in->T == 1 || !has_tiles(k)) multiply_plain(k, p, in, r, end, self->scratch);
+    if (!has_tiles(k)) multiply_plain(k, p, in, r, end, self->scratch);
+    else if (in->T == 1 && p->w->tiles) stream_tiles(k, p, in, r, end, self->scratch);
     else
-        for (; r < end; r += ROWS)
-            multiply_tiles(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
+        for (int next; r < end; r = next) {
+            next = (r / ROWS + 1) * ROWS < end ? (r / ROWS + 1) * ROWS : end;
+            multiply_tiles(k, p, in, r, next, self->scratch);
+        }
 }
 
 // A Task. Items are ROWS rows, all items of one product after the other.
@@ -348,12 +364,13 @@ static void swiglu_tiles(Worker *self, const MatmulArgs *a, int r, int end) {
     float *gate = self->scratch, *up = gate + k->tokens * ROWS; // (tokens of a panel, ROWS)
     uint8_t *buffer = (uint8_t *)(up + k->tokens * ROWS);
     TileRows gates = tile_rows(k, w, r, end, buffer);
-    TileRows ups = tile_rows(k, a->products[1].w, r, end, buffer + gates.n * tiles_size(w));
+    size_t size = ROWS / tile_height(w) * tiles_size(w); // bytes of the packed rows
+    TileRows ups = tile_rows(k, a->products[1].w, r, end, buffer + size);
     // if the type has `unpack`, a weight takes less than 1 byte packed, less than 2 unpacked
     unpack(k, &gates, a->in.T, buffer + 2 * ROWS * w->cols);
     unpack(k, &ups, a->in.T, buffer + 4 * ROWS * w->cols);
     for (int t = 0; t < a->in.T;) {
-        Panel panel = panel_at(k, t, a->in.T, w->type == BF16 && a->in.pairs);
+        Panel panel = panel_at(k, t, a->in.T);
         multiply_panel(k, gate, &gates, &a->in, panel, (Output){gate, ROWS * sizeof(float)});
         multiply_panel(k, up, &ups, &a->in, panel, (Output){up, ROWS * sizeof(float)});
         put_swiglu(self, a, gate, panel, r, end);
@@ -387,9 +404,8 @@ void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
     llamac_prepare(cpu, &gated);
     if (w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels))) {
         // One step computes gate, up and h. It writes h as `down` reads it if that is BLOCKS, or
-        // PAIRS if gate and up read pairs too: only Panels of pairs have the width that `down`
-        // expects, at least 4. Otherwise it writes floats, which llamac_prepare converts
-        if (down.reads == BLOCKS || (down.reads == PAIRS && w->w1.type == BF16)) {
+        // PAIRS of several tokens. Otherwise it writes floats, which llamac_prepare converts
+        if (down.reads == BLOCKS || (down.reads == PAIRS && T > 1)) {
             gated.writes = down.reads, down.ready = true;
             down.in.blocks = cpu->gated_blocks;
             if (down.in.pairs) down.in.pairs = cpu->gated_pairs;

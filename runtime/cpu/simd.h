@@ -16,27 +16,17 @@
 //   LARGEST(v)           the largest lane, any value if one is NaN
 //   SWAP(v)              exchanges the lanes of each pair
 //   POW2(n)              2^n for integers n from -126 to 127
+//   BF16_LOW(i), BF16_HIGH(i), F16_LOW(i), F16_HIGH(i)  of each lane, the lower or upper 16 bits as
+//                        a float
 //   LOAD_I, SET_I, FLOATS (from int32), INTS (from floats, to nearest even), ADD_I, MAX_I, SUM_I,
 //                        LARGEST_I
 //   MAGNITUDE(v)         the bits of the floats, with the sign cleared
 //   STORE_8(p, i)        stores int32 from -127 to 127 as bytes
-//   BF16_LOW(i), BF16_HIGH(i)  of each lane, the lower or upper 16 bits as a float
 //   Q8_OFFSET            added to the bytes in tiles of Q8_0: 128 if DOT needs unsigned w, else 0
 //   DOT(c, w, x)         adds to each int32 lane of c the four products of the bytes of w and x in
 //                        that lane; w is unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 63
 //   AND_15, SHIFT_4      the low, the high nibble of each byte
-//   HALF(h)              a half as float
-//   Partial              a vector of floats with any number of lanes, which accumulates a dot
-//                        product of one token; PARTIAL_SET(x), PARTIAL_FMA(a, b, c),
-//                        PARTIAL_SUM(a, b) (the sum of all lanes of a and b)
-// For dot products of 32 weights in the order of the file with Block x. Each returns a Partial:
-//   block_q8(q, x), block_q4(q, x)  the products with the bytes q of one block, without scales
-//   add_small(sum, q, x, a, b)  sum + a * (products of bytes 0..15 of q) + b * (products of bytes
-//                        16..31); q from 0 to 63
-//   add_nibbles(sum, q, fifth, x, a)  sum + a * (products of 32 numbers). Numbers 0..15 are the
-//                        low nibbles of the bytes q (16,), numbers 16..31 the high nibbles; bit i
-//                        of `fifth` is bit 4 of number i (all 0 for Q4_1)
 // For packing, four words of 4 bytes:
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1,
 //                        HIGH_32 = a2 b2 a3 b3
@@ -93,12 +83,8 @@ INLINE void store_up_to(float *x, Floats v, int left) {
 #include "simd_elementwise.h"
 #include "simd_attention.h"
 
-// The kernels of a quantised type: functions of their own, for which `type` is a constant. `dot` is
-// the function in simd_rows.h that computes its dot products.
-#define BLOCK_KERNELS(name, type, dot) \
-    TARGET static float dot_##name(const void *row, const void *x, int cols) { \
-        return dot(type, row, x, cols / 32); \
-    } \
+// The kernels of a quantised type: functions of their own, for which `type` is a constant.
+#define BLOCK_KERNELS(name, type) \
     TARGET static void pack_##name(uint8_t *tiles, const uint8_t *rows, size_t stride, int n) { \
         pack_blocks(type, tiles, rows, stride, n); \
     } \
@@ -106,28 +92,30 @@ INLINE void store_up_to(float *x, Floats v, int left) {
 
 // K-quants have blocks of 256, so they also have `unpack`.
 #define K_KERNELS(name, type) \
-    BLOCK_KERNELS(name, type, dot_numbers) \
+    BLOCK_KERNELS(name, type) \
     TARGET static void unpack_##name(uint8_t *out, const uint8_t *tiles, int n) { \
         unpack_tiles(type, out, tiles, n); \
     }
 
-BLOCK_KERNELS(q8_0, Q8_0, dot_blocks)
-BLOCK_KERNELS(q4_0, Q4_0, dot_blocks)
-BLOCK_KERNELS(q4_1, Q4_1, dot_nibbles)
-BLOCK_KERNELS(q5_0, Q5_0, dot_nibbles)
-BLOCK_KERNELS(q5_1, Q5_1, dot_nibbles)
+BLOCK_KERNELS(q8_0, Q8_0)
+BLOCK_KERNELS(q4_0, Q4_0)
+BLOCK_KERNELS(q4_1, Q4_1)
+BLOCK_KERNELS(q5_0, Q5_0)
+BLOCK_KERNELS(q5_1, Q5_1)
 K_KERNELS(q4_k, Q4_K)
 K_KERNELS(q5_k, Q5_K)
 K_KERNELS(q6_k, Q6_K)
 
-#define KERNELS_OF(name) {dot_##name, pack_##name, product_##name, NULL}
-#define K_KERNELS_OF(name) {dot_##name, pack_##name, product_##name, unpack_##name}
+#define KERNELS_OF(name) {.pack = pack_##name, .product = product_##name}
+#define K_KERNELS_OF(name) \
+    {.pack = pack_##name, .product = product_##name, .unpack = unpack_##name}
 
-// F16 has no tiles: its weights are multiplied as F32. PANEL is defined in simd_attention.h.
+// PANEL is defined in simd_attention.h.
 #define SIMD_KERNELS \
     .tokens = TOKENS, .queries = PANEL, \
-    .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, [F16] = {.dot = dot_f16}, \
-              [BF16] = {dot_bf16, pack_words, product_bf16, NULL}, \
+    .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, \
+              [F16] = {.pack = pack_words, .product = product_f16}, \
+              [BF16] = {.pack = pack_words, .product = product_bf16}, \
               [Q8_0] = KERNELS_OF(q8_0), [Q4_0] = KERNELS_OF(q4_0), [Q4_1] = KERNELS_OF(q4_1), \
               [Q5_0] = KERNELS_OF(q5_0), [Q5_1] = KERNELS_OF(q5_1), [Q4_K] = K_KERNELS_OF(q4_k), \
               [Q5_K] = K_KERNELS_OF(q5_k), [Q6_K] = K_KERNELS_OF(q6_k)}, \

@@ -90,7 +90,7 @@ INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int t
     for (int c = 0; c < p->cols; c++, w += p->column * number_size(type), x += PANEL) {
         UNROLL for (int v = 0; v < tiles * VECTORS; v++) column[v] =
             load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
-        add_column(sums, column, x, PANEL, tiles);
+        add_column(sums, column, x, PANEL, tiles * VECTORS);
     }
     UNROLL for (int v = 0; v < tiles * VECTORS; v++) UNROLL for (int t = 0; t < PANEL; t++)
         STORE(y + t * p->y_stride + v * LANES, sums[v][t]);

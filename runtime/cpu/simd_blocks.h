@@ -230,11 +230,11 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
 // Multiplies all rows of tiles with T tokens.
 INLINE void block_rows(Type type, bool unpacked, TileProduct p, const int T) {
     const size_t row = p.cols / block_size(type).numbers * tile_bytes(type, unpacked);
-    if (TILE_ROWS == 2 && T == BLOCK_TOKENS && p.tile_rows == 2) {
+    if (TILE_ROWS == 2 && T == BLOCK_TOKENS && p.groups == 2) {
         block_tiles((Shape){type, unpacked, T, TILE_ROWS}, &p);
         return;
     }
-    for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += row)
+    for (int r = 0; r < p.groups; r++, p.y += TILE, p.tiles += row)
         block_tiles((Shape){type, unpacked, T, 1}, &p);
 }
 

@@ -1,4 +1,4 @@
-// Part of simd.h: packs rows into tiles, and multiplies tiles of F32 and BF16 with floats.
+// Part of simd.h: packs rows into tiles, and multiplies tiles of F32, BF16 and F16 with floats.
 
 // Transposes a 4 by 4 matrix of words of four bytes and XORs each word with `flip`. The rows of the
 // matrix are `stride` bytes apart, those of the result `out_stride`.
@@ -30,9 +30,9 @@ TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int
     if (i < n) llamac_reference.transpose(rest, in + 4 * i, stride, rows, n - i);
 }
 
-// Packs F32 or BF16. A unit is one word of a row: one column of F32, or two columns of BF16.
+// Packs F32, BF16 or F16. A unit is one word of a row: one column of F32, or two of the others.
 TARGET static void pack_words(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
-    transpose(tiles, rows, stride, TILE, units);
+    transpose(tiles, rows, stride, FLOAT_TILE, units);
 }
 
 // Reorders the fifth bits of 32 columns: that of column 4i + k moves to bit i of byte k. Then a
@@ -78,92 +78,86 @@ INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t s
 // Products of tiles with floats. Each lane holds the sum of one row
 
 // Adds the products of one column of weights with the activations x (T,) to the sums of T tokens.
-INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const float *x, const int T,
-                       const int tile_rows) {
+INLINE void add_column(Floats sums[][TOKENS], const Floats *w, const float *x, const int T,
+                       const int vectors) {
     UNROLL for (int t = 0; t < T; t++) {
         Floats xs = SET(x[t]);
-        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) sums[v][t] = FMA(w[v], xs, sums[v][t]);
+        UNROLL for (int v = 0; v < vectors; v++) sums[v][t] = FMA(w[v], xs, sums[v][t]);
     }
 }
 
-// Loads two columns of weights from one row of tiles, or from two that are `next` bytes apart. If
-// `two` is false, the first is the last column of the matrix, and w[1] must not be used.
-INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next,
-                         const int tile_rows, const bool two) {
-    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
-        const uint8_t *from = tiles + v / VECTORS * next + v % VECTORS * 4 * LANES;
+// Loads two columns of weights. If `two` is false, the first is the last column of the matrix, and
+// w[1] must not be used.
+INLINE void load_columns(Type type, Floats w[2][2 * VECTORS], const uint8_t *tile,
+                         const int vectors, const bool two) {
+    UNROLL for (int v = 0; v < vectors; v++) {
+        const uint8_t *from = tile + v * 4 * LANES;
         if (type == F32) {
             w[0][v] = LOAD((const float *)from);
-            w[1][v] = two ? LOAD((const float *)from + TILE) : w[0][v];
-        } else {
+            w[1][v] = two ? LOAD((const float *)from + FLOAT_TILE) : w[0][v];
+        } else if (type == BF16) {
             w[0][v] = BF16_LOW(LOAD_I(from));
             w[1][v] = BF16_HIGH(LOAD_I(from));
+        } else {
+            w[0][v] = F16_LOW(LOAD_I(from));
+            w[1][v] = F16_HIGH(LOAD_I(from));
         }
     }
 }
 
-// Multiplies one or two rows of tiles with T tokens. With few tokens, columns alternate between
-// several sums (`chains`), so that an addition does not wait for the one before.
-INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
-    const int chains = T == 1 ? 4 : T == 2 ? 2 : 1;
-    const int cols = p->cols;
-    const size_t column = (type == F32 ? 4 : 2) * TILE; // bytes of one column
-    // bytes of a row of tiles; an odd last column of BF16 has a pair of its own
-    const size_t next = (cols + (type != F32 && cols % 2)) * column;
-    const uint8_t *tiles = p->tiles;
+// Multiplies one or two groups of TILE rows of a row of tiles with T tokens. `tiles` points to the
+// first group of the first tile. Each lane adds the columns in order, whatever T is.
+INLINE void float_tiles(Type type, const TileProduct *p, const uint8_t *tiles, const int T,
+                        const int groups) {
+    const int cols = p->cols, vectors = groups * VECTORS;
+    const size_t column = (type == F32 ? 4 : 2) * FLOAT_TILE; // bytes of one column
     const float *x = p->x;
     Prefetch ahead = p->prefetch;
-    Floats w[2][SUMS], sums[4][SUMS][TOKENS];
-    UNROLL for (int i = 0; i < chains; i++) UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
-        UNROLL for (int t = 0; t < T; t++) sums[i][v][t] = SET(0);
+    Floats w[2][2 * VECTORS], sums[2 * VECTORS][TOKENS];
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
     int c = 0;
-    for (; chains == 4 && c + 4 <= cols; c += 4, x += 4 * T) UNROLL for (int i = 0; i < 4; i += 2) {
-            load_columns(type, w, tiles + (c + i) * column, next, tile_rows, true);
-            add_column(sums[i], w[0], x + i * T, T, tile_rows);
-            add_column(sums[i + 1], w[1], x + (i + 1) * T, T, tile_rows);
-        }
     for (; c + 2 <= cols; c += 2, x += 2 * T) {
         // the output and the weights of the next rows; with 1 or 2 tokens, memory is read as one
         // stream instead
         if (T > 2) prefetch(&ahead, c / 2);
-        load_columns(type, w, tiles + c * column, next, tile_rows, true);
-        add_column(sums[0], w[0], x, T, tile_rows);
-        add_column(sums[chains > 1], w[1], x + T, T, tile_rows);
+        load_columns(type, w, tiles + c * column, vectors, true);
+        add_column(sums, w[0], x, T, vectors);
+        add_column(sums, w[1], x + T, T, vectors);
     }
     if (c < cols) {
-        load_columns(type, w, tiles + c * column, next, tile_rows, false);
-        add_column(sums[0], w[0], x, T, tile_rows);
+        load_columns(type, w, tiles + c * column, vectors, false);
+        add_column(sums, w[0], x, T, vectors);
     }
-    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) {
-        Floats sum = chains > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
-        if (chains == 4) sum = ADD(sum, ADD(sums[2][v][t], sums[3][v][t]));
-        // if T > 1, y is (T, 2 * TILE): see TileProduct
-        STORE(p->y + t * 2 * TILE + v * LANES, sum);
-    }
+    // if T > 1, y is (T, 2 * TILE): see TileProduct
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++)
+        STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
 
-// Multiplies all rows of tiles: any number if T is 1, otherwise one or two. With few tokens, it
-// computes one row of tiles after the other, because memory is read fastest as one stream. With
-// many tokens, it computes two rows at once, which share the loaded activations. Each call passes T
-// as a constant.
+// Multiplies all groups. Computes both groups of a tile at once if their sums fit in registers:
+// then they share the loaded activations. Each call passes T as a constant.
 INLINE void product_of_floats(Type type, TileProduct p) {
     // If TOKENS is 8 or less, the calls with EIGHT are never made, but must compile: float_tiles
     // has room for the sums of TOKENS.
-    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
+    enum { EIGHT = TOKENS < 8 ? TOKENS : 8, BOTH = TILE_ROWS };
     // bytes of a row of tiles
-    const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE;
-    for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {
-        rows = TILE_ROWS == 2 && p.T >= 4 && r + 1 < p.tile_rows ? 2 : 1;
-        if (p.T == 1) float_tiles(type, &p, 1, 1);
-        else if (p.T == 2) float_tiles(type, &p, 2, 1);
-        else if (p.T == 4 && rows == 1) float_tiles(type, &p, 4, 1);
-        else if (p.T == 4) float_tiles(type, &p, 4, TILE_ROWS);
-        else if (TOKENS > 8 && p.T == 8 && rows == 1) float_tiles(type, &p, EIGHT, 1);
-        else if (TOKENS > 8 && p.T == 8) float_tiles(type, &p, EIGHT, TILE_ROWS);
-        else if (TILE_ROWS == 1 || rows == 1) float_tiles(type, &p, TOKENS, 1);
-        else float_tiles(type, &p, TOKENS, TILE_ROWS);
+    const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * FLOAT_TILE;
+    const int end = p.first + p.groups;
+    for (int g = p.first, n; g < end; g += n, p.y += n * TILE) {
+        const uint8_t *tiles = p.tiles + g / 2 * size + g % 2 * 4 * TILE;
+        n = g % 2 == 0 && g + 1 < end && (BOTH == 2 || p.T == 1) ? 2 : 1;
+        if (p.T == 1 && n == 2) float_tiles(type, &p, tiles, 1, 2);
+        else if (p.T == 1) float_tiles(type, &p, tiles, 1, 1);
+        else if (p.T == 2 && n == 1) float_tiles(type, &p, tiles, 2, 1);
+        else if (p.T == 2) float_tiles(type, &p, tiles, 2, BOTH);
+        else if (p.T == 4 && n == 1) float_tiles(type, &p, tiles, 4, 1);
+        else if (p.T == 4) float_tiles(type, &p, tiles, 4, BOTH);
+        else if (TOKENS > 8 && p.T == 8 && n == 1) float_tiles(type, &p, tiles, EIGHT, 1);
+        else if (TOKENS > 8 && p.T == 8) float_tiles(type, &p, tiles, EIGHT, BOTH);
+        else if (n == 1) float_tiles(type, &p, tiles, TOKENS, 1);
+        else float_tiles(type, &p, tiles, TOKENS, BOTH);
     }
 }
 
 TARGET static void product_f32(const TileProduct *p) { product_of_floats(F32, *p); }
 TARGET static void product_bf16(const TileProduct *p) { product_of_floats(BF16, *p); }
+TARGET static void product_f16(const TileProduct *p) { product_of_floats(F16, *p); }

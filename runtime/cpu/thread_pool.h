@@ -48,6 +48,7 @@ struct Worker {
     bool prepared;  // x and blocks hold the activations of this step; false when a step begins
     float *x;       // (cols,) normalised activations of one token
     Block *blocks;  // (cols / 32,) the same in 8 bits
+    uint16_t *pairs; // (cols + 1,) the same in BF16, see `pairs` in cpu.h
     float *scratch; // (scratch_size,) temporary memory of a task
 };
 

@@ -46,7 +46,7 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
 static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
     const uint8_t *data = m->data;
     size_t size = unit_size(m), bytes = n * size;
-    if (m->type == BF16) {
+    if (is_half(m)) {
         // bytes of the row; if the number of columns is odd, the last unit is half full
         size_t left = 2 * ((size_t)m->cols - 2 * u);
         memset(out, 0, bytes);
@@ -57,18 +57,18 @@ static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int 
 }
 
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    enum { STRIP = 2176 }; // max bytes of each row that are copied at once: 64 units of Q8_0
+    enum { STRIP = 256 }; // max bytes of each row that are copied at once: a unit, or several
     const TypeKernels *type = tile_kernels(k, m);
-    int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
+    int height = tile_height(m), rows = m->rows - r < height ? m->rows - r : height, n = units(m);
     size_t size = unit_size(m), stride = n * size;
     // the rows of the file consist of units already: pack them from there
-    if (rows == TILE
-        && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
+    if (rows == height
+        && (m->type == F32 || is_quantised(m) || (is_half(m) && m->cols % 2 == 0))) {
         type->pack(tiles, (const uint8_t *)m->data + r * stride, stride, n);
         return;
     }
-    _Alignas(64) uint8_t strip[TILE * STRIP] = {0}; // rows beyond the last stay zero
-    for (int u = 0, copied; u < n; u += copied, tiles += TILE * copied * size) {
+    _Alignas(64) uint8_t strip[FLOAT_TILE * STRIP] = {0}; // rows beyond the last stay zero
+    for (int u = 0, copied; u < n; u += copied, tiles += height * copied * size) {
         copied = n - u < (int)(STRIP / size) ? n - u : (int)(STRIP / size);
         for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP, m, r + i, u, copied);
         type->pack(tiles, strip, STRIP, copied);

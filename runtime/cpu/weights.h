@@ -9,8 +9,11 @@
 // activations. INT8_GROUPS is not: it is converted to floats.
 static inline bool is_quantised(const Mat *m) { return block_size(m->type).numbers > 1; }
 
-// A unit is what a tile has of each row: a block of a quantised type, two numbers of BF16, or a
-// float of any other type. Returns the bytes of a unit.
+// Returns whether the matrix has numbers of 16 bits.
+static inline bool is_half(const Mat *m) { return m->type == BF16 || m->type == F16; }
+
+// A unit is what a tile has of each row: a block of a quantised type, two numbers of BF16 or F16,
+// or a float of any other type. Returns the bytes of a unit.
 static inline int unit_size(const Mat *m) {
     return is_quantised(m) ? block_size(m->type).bytes : 4;
 }
@@ -18,11 +21,16 @@ static inline int unit_size(const Mat *m) {
 // Returns the units of a row.
 static inline int units(const Mat *m) {
     if (is_quantised(m)) return m->cols / block_size(m->type).numbers;
-    return m->type == BF16 ? (m->cols + 1) / 2 : m->cols;
+    return is_half(m) ? (m->cols + 1) / 2 : m->cols;
 }
 
-// Returns the bytes of a row of tiles, which holds TILE rows of the matrix.
-static inline size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
+// Returns the rows of a tile.
+static inline int tile_height(const Mat *m) { return is_quantised(m) ? TILE : FLOAT_TILE; }
+
+// Returns the bytes of a row of tiles.
+static inline size_t tiles_size(const Mat *m) {
+    return (size_t)units(m) * unit_size(m) * tile_height(m);
+}
 
 // Returns row r as the file has it, or the end of the matrix if r is beyond the last row. The type
 // must be F32, F16, BF16 or quantised.
@@ -47,7 +55,8 @@ static inline const TypeKernels *tile_kernels(const Kernels *k, const Mat *m) {
 // the numbers in a block.
 void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int n);
 
-// Packs rows r..r+TILE-1 into a row of tiles. Rows beyond the last of the matrix become zero.
+// Packs rows r..r+tile_height-1 into a row of tiles. Rows beyond the last of the matrix become
+// zero.
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r);
 
 #endif
