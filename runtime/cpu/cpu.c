@@ -121,10 +121,10 @@ static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8
 }
 
 // Packs a matrix into `tiles` and returns the size of all its tiles in bytes. If `tiles` is NULL,
-// only returns the size. Does not pack INT8_GROUPS, whose tiles would be in float32 and thus larger
-// than the matrix, and returns 0 for it.
+// only returns the size. Does not pack INT8_GROUPS without blocks of 32, whose tiles would be in
+// float32 and thus larger than the matrix, and returns 0 for it.
 static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest) {
-    if (m->type == INT8_GROUPS) return 0;
+    if (m->type == INT8_GROUPS && !is_grouped(m)) return 0;
     int height = tile_height(m);
     int n = (m->rows + height - 1) / height; // rows of tiles; tiles_size(m) is the size of one
     // rows of tiles that are packed before the pages that they come from are dropped, so that

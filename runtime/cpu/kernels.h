@@ -94,7 +94,9 @@ typedef struct {
     const void *x;
     int cols;
     int T;         // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens
-    bool unpacked; // tiles were made by TypeKernels.unpack
+    // tiles were made by TypeKernels.unpack or, of Q8_0, from INT8_GROUPS in the same layout: 16
+    // float32 scales, then the bytes
+    bool unpacked;
     Prefetch prefetch;
 } TileProduct;
 

@@ -129,23 +129,29 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
 // Products of kernels without tiles. `panels` are plain rows here, since all panels have one token
 // (Kernels.tokens is 1)
 
-// Computes rows r..end-1 of the product. `direct`: the kernel multiplies rows as the file has them;
-// other rows are first converted to floats in scratch (cols,).
+// Returns the product of row r with a token, whose activations are x or `blocks`. A row that has no
+// `dot` is first converted to floats in scratch (cols,).
+static float dot_row(const Kernels *k, const Mat *w, int r, const float *x, const Block *blocks,
+                     float *scratch) {
+    if (is_grouped(w)) return llamac_dot_groups(w, r, blocks);
+    const void *input = is_quantised(w) ? (const void *)blocks : x;
+    if (has_dot(k, w)) return k->types[w->type].dot(row_of(w, r), input, w->cols);
+    llamac_floats(k, scratch, w, r, 0, w->cols);
+    return k->types[F32].dot(scratch, x, w->cols);
+}
+
+// Computes rows r..end-1 of the product.
 static void multiply_plain(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
-    const bool direct = has_dot(k, w), blocks = is_quantised(w);
-    const TypeKernels *kernels = &k->types[direct ? w->type : F32];
-    for (; r < end; r++) {
-        const void *row = direct ? (const void *)row_of(w, r) : scratch;
-        if (!direct) llamac_floats(k, scratch, w, r, 0, w->cols);
+    for (; r < end; r++)
         for (int t = 0; t < a->T; t++) {
-            const void *x = a->panels + (size_t)t * a->cols;
-            if (blocks) x = a->blocks + (size_t)t * (a->cols / 32);
-            float product = kernels->dot(row, x, a->cols), *out = p->out + (size_t)t * w->rows + r;
+            const float *x = a->panels + (size_t)t * a->cols;
+            const Block *blocks = a->blocks + (size_t)t * (a->cols / 32);
+            float product = dot_row(k, w, r, x, blocks, scratch);
+            float *out = p->out + (size_t)t * w->rows + r;
             *out = p->add ? *out + product : product;
         }
-    }
 }
 
 // ----------------------------------------------------------------------------
@@ -157,14 +163,14 @@ typedef struct {
     const uint8_t *tiles; // the row of tiles of the first group
     int first;            // group of that row of tiles
     int n;                // groups
-    bool unpacked;        // by TypeKernels.unpack
+    bool unpacked;        // in the layout of TypeKernels.unpack
 } TileRows;
 
 // Returns the tiles of rows r..end-1: if the weights are packed, their tiles; else packs these rows
 // into `buffer`. r is a multiple of TILE.
 static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *buffer) {
     int height = tile_height(w), start = r / height * height;
-    TileRows rows = {w, buffer, (r - start) / TILE, (end - r + TILE - 1) / TILE, false};
+    TileRows rows = {w, buffer, (r - start) / TILE, (end - r + TILE - 1) / TILE, is_grouped(w)};
     if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + start / height * tiles_size(w);
     else
         for (int i = start; i < end; i += height, buffer += tiles_size(w))

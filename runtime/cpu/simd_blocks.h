@@ -124,7 +124,8 @@ typedef struct {
 } Shape;
 
 INLINE size_t tile_bytes(Type type, bool unpacked) {
-    return unpacked ? UNPACKED : block_size(type).bytes * TILE;
+    if (!unpacked) return block_size(type).bytes * TILE;
+    return type == Q8_0 ? unpacked_size(type) : UNPACKED;
 }
 
 // The operands of a product at one tile of each row of tiles.
@@ -254,6 +255,7 @@ INLINE void product_of_tokens(Type type, bool unpacked, TileProduct p) {
 }
 
 INLINE void product_of_blocks(Type type, TileProduct p) {
-    if (block_size(type).numbers == 256 && p.unpacked) product_of_tokens(type, true, p);
+    bool has_unpacked = block_size(type).numbers == 256 || type == Q8_0;
+    if (has_unpacked && p.unpacked) product_of_tokens(type, true, p);
     else product_of_tokens(type, false, p);
 }

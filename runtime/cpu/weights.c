@@ -22,8 +22,7 @@ static void floats_int8_groups(float *out, const Mat *m, int64_t first, int n) {
         int64_t group = (first + i) / m->group;
         int64_t left = (group + 1) * m->group - (first + i); // numbers left in the group
         int end = left < n - i ? i + (int)left : n;
-        float scale;
-        memcpy(&scale, (const char *)m->scales + 4 * group, 4);
+        float scale = scale_of_group(m, first + i);
         for (; i < end; i++) out[i] = scale * q[i];
     }
 }
@@ -56,7 +55,39 @@ static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int 
     else llamac_floats(k, (float *)out, m, r, u, n);
 }
 
+float llamac_dot_groups(const Mat *m, int r, const Block *x) {
+    const int8_t *q = (const int8_t *)row_of(m, r);
+    float sum = 0;
+    for (int c = 0; c < m->cols; c += 32, x++) {
+        int32_t product = 0;
+        for (int i = 0; i < 32; i++) product += q[c + i] * x->q[i];
+        sum += scale_of_group(m, (int64_t)r * m->cols + c) * x->scale * product;
+    }
+    return sum;
+}
+
+// Packs TILE rows of groups, or fewer at the end of the matrix, into a row of unpacked tiles
+// (TypeKernels.unpack): 16 scales, then the bytes in the order of Q8_0.
+static void pack_groups(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
+    enum { BLOCK = 34, SCALES = TILE * sizeof(float), BYTES = TILE * 32 };
+    for (int c = 0; c < m->cols; c += 32, tiles += SCALES + BYTES) {
+        uint8_t blocks[TILE * BLOCK] = {0}, tile[TILE * BLOCK]; // of Q8_0
+        float scales[TILE] = {0};
+        for (int i = 0; i < TILE && r + i < m->rows; i++) {
+            scales[i] = scale_of_group(m, (int64_t)(r + i) * m->cols + c);
+            memcpy(blocks + i * BLOCK + 2, row_of(m, r + i) + c, 32);
+        }
+        k->types[Q8_0].pack(tile, blocks, BLOCK, 1);
+        memcpy(tiles, scales, SCALES);
+        memcpy(tiles + SCALES, tile + 2 * TILE, BYTES);
+    }
+}
+
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
+    if (is_grouped(m)) {
+        pack_groups(k, tiles, m, r);
+        return;
+    }
     enum { STRIP = 256 }; // max bytes of each row that are copied at once: a unit, or several
     const TypeKernels *type = tile_kernels(k, m);
     int height = tile_height(m), rows = m->rows - r < height ? m->rows - r : height, n = units(m);

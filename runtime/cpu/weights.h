@@ -5,9 +5,18 @@
 
 #include "kernels.h"
 
+// Returns whether a matrix in llama2.c's INT8_GROUPS consists of blocks of 32 numbers of a row that
+// share a scale, as those of nearly all files do. It is then multiplied like Q8_0, with scales in
+// float32; otherwise it is converted to floats.
+static inline bool is_grouped(const Mat *m) {
+    return m->type == INT8_GROUPS && m->group % 32 == 0 && m->cols % 32 == 0;
+}
+
 // Returns whether the matrix is stored in quantised blocks, which are multiplied with Blocks of
-// activations. INT8_GROUPS is not: it is converted to floats.
-static inline bool is_quantised(const Mat *m) { return block_size(m->type).numbers > 1; }
+// activations.
+static inline bool is_quantised(const Mat *m) {
+    return block_size(m->type).numbers > 1 || is_grouped(m);
+}
 
 // Returns whether the matrix has numbers of 16 bits.
 static inline bool is_half(const Mat *m) { return m->type == BF16 || m->type == F16; }
@@ -15,11 +24,13 @@ static inline bool is_half(const Mat *m) { return m->type == BF16 || m->type == 
 // A unit is what a tile has of each row: a block of a quantised type, two numbers of BF16 or F16,
 // or a float of any other type. Returns the bytes of a unit.
 static inline int unit_size(const Mat *m) {
+    if (is_grouped(m)) return sizeof(float) + 32;
     return is_quantised(m) ? block_size(m->type).bytes : 4;
 }
 
 // Returns the units of a row.
 static inline int units(const Mat *m) {
+    if (is_grouped(m)) return m->cols / 32;
     if (is_quantised(m)) return m->cols / block_size(m->type).numbers;
     return is_half(m) ? (m->cols + 1) / 2 : m->cols;
 }
@@ -32,11 +43,10 @@ static inline size_t tiles_size(const Mat *m) {
     return (size_t)units(m) * unit_size(m) * tile_height(m);
 }
 
-// Returns row r as the file has it, or the end of the matrix if r is beyond the last row. The type
-// must be F32, F16, BF16 or quantised.
+// Returns row r as the file has it, or the end of the matrix if r is beyond the last row.
 static inline const uint8_t *row_of(const Mat *m, int r) {
-    size_t size = is_quantised(m) ? (size_t)units(m) * unit_size(m)
-                                  : (m->type == F32 ? 4 : 2) * (size_t)m->cols;
+    BlockSize block = m->type == INT8_GROUPS ? (BlockSize){1, 1} : block_size(m->type);
+    size_t size = (size_t)m->cols / block.numbers * block.bytes;
     return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
 }
 
@@ -48,7 +58,15 @@ static inline bool has_dot(const Kernels *k, const Mat *m) {
 
 // Returns the kernels for tiles of the matrix: those of F32 if its type has none of its own.
 static inline const TypeKernels *tile_kernels(const Kernels *k, const Mat *m) {
+    if (is_grouped(m)) return &k->types[Q8_0];
     return &k->types[m->type <= BF16 && k->types[m->type].product ? m->type : F32];
+}
+
+// Returns the scale of number i of the flattened matrix, which is in INT8_GROUPS.
+static inline float scale_of_group(const Mat *m, int64_t i) {
+    float scale; // perhaps unaligned
+    memcpy(&scale, (const char *)m->scales + i / m->group * sizeof scale, sizeof scale);
+    return scale;
 }
 
 // out (n,) = columns c..c+n-1 of row r, as floats. For quantised types, c and n are multiples of
@@ -58,5 +76,8 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
 // Packs rows r..r+tile_height-1 into a row of tiles. Rows beyond the last of the matrix become
 // zero.
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r);
+
+// Returns the dot product of row r with x (cols / 32,), if is_grouped(m).
+float llamac_dot_groups(const Mat *m, int r, const Block *x);
 
 #endif
