@@ -86,6 +86,7 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
     uint16_t *f16 = shorts(n, false), *bf16 = shorts(n, true), *narrow = shorts(n, false), *narrow2 = shorts(n, false);
     const void *rows[] = {[F32] = w, [F16] = f16, [BF16] = bf16};
     for (int type = 0; type <= BF16; type += type == F16 ? BF16 - F16 : 1) { // a sum of n products below 1, of either sign
+        if (!k->types[type].dot) continue;
         float found = k->types[type].dot(rows[type], x, n), expected = s->types[type].dot(rows[type], x, n);
         if (!(fabs(found - expected) <= 1e-6 * sqrt(n))) failed = true, printf("%s dot of type %d\n", k->name, type);
     }
@@ -106,21 +107,30 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
     free(x), free(w), free(y), free(z), free(f16), free(bf16), free(narrow), free(narrow2), free(head), free(head2), free(rotation);
 }
 
+// INT8_GROUPS: groups of 7, or of whole blocks of 32 if the columns allow it.
 static Mat matrix(Type type, int rows, int cols) {
-    Mat m = {.type = type, .rows = rows, .cols = cols, .group = 7};
+    Mat m = {.type = type, .rows = rows, .cols = cols, .group = cols % 32 == 0 && below(2) ? 32 * (1 + below(3)) : 7};
     size_t n = (size_t)rows * cols;
-    m.data = is_quantised(&m) ? blocks_of(type, n / block_size(type).numbers) : type == F32 ? (void *)floats(n)
+    bool blocks = block_size(type).numbers > 1;
+    m.data = blocks ? blocks_of(type, n / block_size(type).numbers) : type == F32 ? (void *)floats(n)
            : (void *)shorts(n, type == BF16); // INT8_GROUPS leaves half of them
-    m.scales = type == INT8_GROUPS ? floats(n / 7 + 1) : NULL;
+    m.scales = type == INT8_GROUPS ? floats(n / m.group + 1) : NULL;
     return m;
+}
+
+// A number of columns that a type can have.
+static int columns_of(Type type) {
+    int width = block_size(type).numbers;
+    if (type == INT8_GROUPS && below(2)) width = 32;
+    return width > 1 ? width * (1 + below(width == 32 ? 9 : 2)) : 1 + below(150);
 }
 
 // A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
 static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
-    int width = block_size(type).numbers, blocks = width > 1, cols = blocks ? (1 + below(width == 32 ? 9 : 2)) * width : 1 + below(150);
-    int n = cols / 32, most = width == 256 ? 30 : 40;
+    int cols = columns_of(type), n = cols / 32, most = block_size(type).numbers == 256 ? 30 : 40;
     int rows = 1 + below(2 * most), T = 1 + below(most);
     Mat m = matrix(type, rows, cols);
+    bool blocks = is_quantised(&m);
     float *x = floats((size_t)T * cols), *row = floats(cols);
     for (int i = 0; i < 32 && i < cols && below(2); i++) x[i] = 0;
     Block *b = malloc((size_t)T * (n + 1) * sizeof *b);
@@ -141,14 +151,16 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
         pack_panels(&me, &a, 0, panels);
         float *out = floats((size_t)T * rows), *first = malloc((size_t)T * rows * sizeof *out);
         memcpy(first, out, (size_t)T * rows * sizeof *out);
-        uint8_t *tiles = malloc((rows + TILE - 1) / TILE * tiles_size(&m));
-        int kept = below(2) && has_tiles(used), as_file = !kept && (T == 1 || !has_tiles(used));
-        for (int r = 0; kept && r < rows; r += TILE) llamac_pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
+        int height = tile_height(&m), kept = below(2) && has_tiles(used), as_file = !has_tiles(used);
+        uint8_t *tiles = malloc((rows + height - 1) / height * tiles_size(&m));
+        for (int r = 0; kept && r < rows; r += height) llamac_pack(used, tiles + r / height * tiles_size(&m), &m, r);
         m.tiles = kept ? tiles : NULL;
         Product p = {out, &m, true};
-        bool pairs = used->bf16s && T >= MIN_PAIRS && below(2);
+        bool pairs = used->bf16s && below(2);
         if (pairs) pack_pairs(&me, &a, 0, panels), a.pairs = cpu.pairs;
-        llamac_multiply_rows(&me, &p, &a, 0, rows);
+        int middle = rows > TILE ? TILE * below(rows / TILE + 1) : 0; // in two parts, of which one may begin within a tile
+        if (middle) llamac_multiply_rows(&me, &p, &a, 0, middle);
+        if (middle < rows) llamac_multiply_rows(&me, &p, &a, middle, rows);
         for (int r = 0; r < rows; r++) {
             llamac_floats(s, row, &m, r, 0, cols);
             for (int t = 0; t < T; t++) {
@@ -170,7 +182,7 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
 
 // What swiglu_rows makes of many tokens, their norm taken on the way, beside the same one step after the other: the very same.
 static void gated_of(const Kernels *k, Type type) {
-    int width = block_size(type).numbers, quantised = width > 1, cols = quantised ? width * (1 + below(width == 32 ? 4 : 2)) : 1 + below(150);
+    int cols = columns_of(type), quantised = block_size(type).numbers > 1;
     int rows = below(2) ? 32 * (1 + below(3)) : 1 + below(100), T = 2 + below(40), most = cols > rows ? cols : rows;
     size_t room = (size_t)(T + k->tokens) * (most + 1), n = (size_t)T * rows;
     int panels = (T + k->tokens - 1) / k->tokens, pairs = k->bf16s && type == BF16 && below(2);
@@ -181,6 +193,7 @@ static void gated_of(const Kernels *k, Type type) {
                .pairs = calloc(room, 2), .gated_pairs = calloc(room, 2)};
     Worker me = {.cpu = &cpu, .scratch = calloc(2 * ROWS * (most + 1 + k->tokens), sizeof(float))};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
+    if (type == INT8_GROUPS) quantised = is_grouped(&w), w2.group = w.group > 7 ? 32 : 7;
     Activations apart = {.x = xb, .panels = cpu.panels, .blocks = cpu.blocks, .cols = cols, .T = T};
     if (pairs) apart.pairs = cpu.pairs;
     MatmulArgs a = {.products = {{joined, &w, false}, {h2, &w2, false}}, .n = 2, .in = apart};
@@ -208,12 +221,14 @@ static void gated_of(const Kernels *k, Type type) {
 
 // The same of one token, some rows after the other: h in blocks, and nothing behind them.
 static void gated_of_one(const Kernels *k, Type type) {
-    int width = block_size(type).numbers, quantised = width > 1, cols = quantised ? width * (1 + below(width == 32 ? 4 : 2)) : 1 + below(150);
+    int cols = columns_of(type), quantised = block_size(type).numbers > 1;
     int rows = 32 * (1 + below(9));
     float *x = floats(cols), *weight = floats(cols), *h = floats(rows), *h2 = floats(rows);
     Cpu cpu = {.kernels = k, .config = {.dim = cols, .norm_eps = 1e-5f}, .gated_blocks = malloc(rows / 32 * sizeof(Block))};
-    Worker me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)), .scratch = floats(cols)};
+    Worker me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)),
+                 .scratch = floats(2 * ROWS * (cols + 1 + k->tokens))};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
+    if (type == INT8_GROUPS) quantised = is_grouped(&w), w2.group = w.group > 7 ? 32 : 7;
     MatmulArgs a = {.products = {{h, &w, false}, {h2, &w2, false}}, .n = 2, .reads = quantised ? BLOCKS : PANELS, .writes = BLOCKS,
                     .in = {.x = x, .norm = weight, .cols = cols, .T = 1}};
     for (int i = 0; i < (rows + ROWS - 1) / ROWS; i++) swiglu_rows(&me, &a, i, i + 1);
@@ -282,11 +297,13 @@ static void panels_of(const Kernels *k, const Kernels *s) {
 
 // Number d of a position's key or value, as the cache of one head has it.
 static double kept_number(const Cpu *cpu, bool key, int pos, int d) {
-    size_t at = key ? pos / TILE * TILE * cpu->config.head_dim + d * TILE + pos % TILE : pos * cpu->value_width + d;
-    const void *w = key ? cpu->keys : cpu->values;
+    const Page *page = cpu->caches[0]->pages[pos / PAGE];
+    int slot = pos % PAGE;
+    size_t at = key ? slot / TILE * TILE * cpu->config.head_dim + d * TILE + slot % TILE : slot * cpu->value_width + d;
+    const void *w = key ? page->keys : page->values;
     if (cpu->kv_type == F16) return half_to_float(((const uint16_t *)w)[at]);
     if (cpu->kv_type == F32) return ((const float *)w)[at];
-    return (key ? cpu->key_scales : cpu->value_scales)[pos] * (double)((const int8_t *)w)[at];
+    return (key ? page->key_scales : page->value_scales)[slot] * (double)((const int8_t *)w)[at];
 }
 
 // In double precision: out (head_dim,) = attention of q to n positions, by the numbers as the cache has them or as they were.
@@ -307,23 +324,32 @@ static void attention_of(const Cpu *cpu, double *out, const float *q, int n, boo
 // Attention of the last T of n tokens, two query heads to a KV head, over a cache of the type. A number of magnitude 1 at most
 // is off by `unit` at most; so a score by unit |q|_1 / sqrt(head_dim), and its weight by twice that, about.
 static void kept(const Kernels *k, Type type) {
-    int n = 1 + below(below(4) ? 70 : 700), T = n < 9 || below(2) ? 1 : 2 + below(8);
+    int n = 1 + below(below(4) ? 70 : 1300), T = n < 9 || below(2) ? 1 : 2 + below(8);
     int dim = 2 * (1 + below(40)), width = round_up_to_tile(dim);
     double unit = type == F32 ? 0 : type == F16 ? 0x1p-11 : 0.5001 / 127, exact[80], whole[80];
     float *out = floats((size_t)T * 2 * dim), *q = floats((size_t)n * 2 * dim);
-    ThreadPool pool = {.n_threads = 1};
-    Cpu cpu = {.kernels = k, .positions = n, .kv_type = type, .value_width = width, .pool = pool, .k = floats((size_t)n * dim),
+    ThreadPool pool = {.n_threads = 1 + below(3)}; // with three, ranges are split
+    Cpu cpu = {.kernels = k, .max_positions = n, .kv_type = type, .value_width = width, .pool = pool, .k = floats((size_t)n * dim),
                .config = {.n_layers = 1, .n_heads = 2, .n_kv_heads = 1, .head_dim = dim, .q_dim = 2 * dim, .kv_dim = dim},
-               .v = floats((size_t)n * dim), .keys = numbers(type, (size_t)round_up_to_tile(n) * dim),
-               .values = numbers(type, (size_t)n * width),
-               .key_scales = type == INT8_GROUPS ? floats(n) : NULL, .value_scales = type == INT8_GROUPS ? floats(n) : NULL};
+               .v = floats((size_t)n * dim), .n_rotations = n};
+    make_attention(&cpu);
+    Cache *cache = llamac_cpu_new_cache(&cpu.ops);
+    if (!llamac_cpu_reserve(&cpu.ops, cache, 0, n)) failed = true;
+    const Cache **few = cpu.caches, *caches[1300];
+    int *first = cpu.positions, positions[1300];
+    cpu.caches = caches, cpu.positions = positions;
     Worker me = {.cpu = &cpu, .scratch = malloc(scratch_size(&cpu, dim) * sizeof(float))};
     for (int i = 0; i < n * 2 * dim; i++) q[i] *= 4; // few positions have most of the weight
-    for (int t = 0; t < n; t++) store_in_cache(&cpu, 0, 0, t, me.scratch);
-    AttentionArgs a = {out, NULL, 0, T, SPAN, true};
-    cpu.pos = n - T, cpu.q = q;
-    if (T == 1) attention_groups(&me, &a, 0, 1);
-    else attention_spans(&me, &a, 0, 2);
+    for (int t = 0; t < n; t++) {
+        caches[t] = cache, positions[t] = t;
+        store_in_cache(&cpu, 0, 0, t, me.scratch);
+    }
+    cpu.caches = few, cpu.positions = first;
+    AttentionArgs a = {out, NULL, 0};
+    cpu.q = q;
+    llamac_plan_attention(&cpu, &(Batch){.T = T, .runs = &(Run){cache, 0, T, n - T}, .n_runs = 1});
+    attention_items(&me, &a, 0, cpu.n_items);
+    if (cpu.split) merge_partials(&me, &a, 0, 2 * T);
     for (int i = 0; i < 2 * T; i++, q += dim) {
         double size = 0;
         for (int d = 0; d < dim; d++) size += fabs(q[d]);
@@ -336,8 +362,9 @@ static void kept(const Kernels *k, Type type) {
             printf("%s cache of type %d: %g, rounded %g, in full %g\n", k->name, type, found, exact[d], whole[d]);
         }
     }
-    free(out), free(cpu.q), free(cpu.k), free(cpu.v), free(cpu.keys), free(cpu.values), free(me.scratch);
-    free(cpu.key_scales), free(cpu.value_scales);
+    llamac_cpu_free_cache(&cpu.ops, cache), llamac_free_pages(&cpu);
+    for (int i = 0; i < cpu.n_memory; i++) free(cpu.memory[i]);
+    free(cpu.memory), free(out), free(cpu.q), free(cpu.k), free(cpu.v), free(me.scratch);
 }
 
 // The example of kernels.h: where row 18, column 37 of a Q8_0 matrix with 64 columns and its scale are.
@@ -356,7 +383,7 @@ static double panel_seconds(const Kernels *k, Type type, int T) {
     Mat m = {.type = type, .rows = ROWS, .cols = COLS};
     uint8_t *tiles = calloc(2, tiles_size(&m));
     float *x = floats((size_t)COLS * T), *y = floats((size_t)ROWS * T);
-    TileProduct p = {.y = y, .tiles = tiles, .tile_rows = 2, .x = x, .cols = COLS, .T = T};
+    TileProduct p = {.y = y, .tiles = tiles, .groups = 2, .x = x, .cols = COLS, .T = T};
     p.prefetch = (Prefetch){tiles, 0, (const char *)y, -128, 1023};
     double least = INFINITY;
     for (int i = 0; i < TRIES; i++) {
