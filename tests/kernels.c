@@ -193,7 +193,8 @@ static void gated_of(const Kernels *k, Type type) {
                .pairs = calloc(room, 2), .gated_pairs = calloc(room, 2)};
     Worker me = {.cpu = &cpu, .scratch = calloc(2 * ROWS * (most + 1 + k->tokens), sizeof(float))};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
-    if (type == INT8_GROUPS) quantised = is_grouped(&w), w2.group = w.group > 7 ? 32 : 7;
+    for (; is_grouped(&w2) != is_grouped(&w); w2 = matrix(type, rows, cols)) free((void *)w2.data), free((void *)w2.scales);
+    quantised |= is_grouped(&w);
     Activations apart = {.x = xb, .panels = cpu.panels, .blocks = cpu.blocks, .cols = cols, .T = T};
     if (pairs) apart.pairs = cpu.pairs;
     MatmulArgs a = {.products = {{joined, &w, false}, {h2, &w2, false}}, .n = 2, .in = apart};
@@ -228,7 +229,8 @@ static void gated_of_one(const Kernels *k, Type type) {
     Worker me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)),
                  .scratch = floats(2 * ROWS * (cols + 1 + k->tokens))};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
-    if (type == INT8_GROUPS) quantised = is_grouped(&w), w2.group = w.group > 7 ? 32 : 7;
+    for (; is_grouped(&w2) != is_grouped(&w); w2 = matrix(type, rows, cols)) free((void *)w2.data), free((void *)w2.scales);
+    quantised |= is_grouped(&w);
     MatmulArgs a = {.products = {{h, &w, false}, {h2, &w2, false}}, .n = 2, .reads = quantised ? BLOCKS : PANELS, .writes = BLOCKS,
                     .in = {.x = x, .norm = weight, .cols = cols, .T = 1}};
     for (int i = 0; i < (rows + ROWS - 1) / ROWS; i++) swiglu_rows(&me, &a, i, i + 1);
