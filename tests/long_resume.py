@@ -129,10 +129,11 @@ def run_in_float64(folder, *args, torchrun=0):  # noqa: F811
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noqa: F811
     """
-    In float64, because no bound holds in float32: where the residual stream of a position passes near zero, as that of
-    BOS does here, the norms amplify the rounding of that one step a thousandfold (doc/lab/reliability.md).
+    In float64, because rounding has no useful bound in float32: when the residual stream of a
+    position passes near zero, as that of BOS does here, the norms amplify the rounding of that step
+    a thousandfold (doc/lab/reliability.md).
 
-    Three processes can't divide the batch of 8 sequences, nor the width of 32 into equal shards.
+    The batch of 8 sequences and the width of 32 can't be divided evenly among three processes.
     """
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=50", "--log_interval=1", "--eval_interval=25",
             f"--optimizer={optimizer}", "--decay_lr=False"]
@@ -141,15 +142,20 @@ def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noq
     assert done.returncode == 0, done.stderr
 
     def worst(out):
-        """Return the max relative difference of a loss (of a step, of both splits) or gradient norm from one process's."""
+        """
+        Return the max relative difference between a run and that of one process, over the losses of
+        the steps, the losses of both splits and the gradient norms.
+        """
         assert losses(folder, one).keys() == losses(folder, out).keys() == set(range(51))
         differences = []
         for step, expected in losses(folder, one).items():
             for x, y in zip(expected, losses(folder, out)[step]):
-                assert (x is None) == (y is None) or out.startswith("moved")  # each session ends with an evaluation
+                # A moved run has more evaluations: each of its sessions ends with one.
+                assert (x is None) == (y is None) or out.startswith("moved")
                 if x is not None and y is not None:
                     differences.append(abs(x - y) / x)
-        assert len(differences) == 2 * 50 + 2 * 3  # losses and norms of the steps, losses of three evaluations
+        # losses and norms of 50 steps, losses of 3 evaluations
+        assert len(differences) == 2 * 50 + 2 * 3
         return max(differences)
 
     found = {}
@@ -157,15 +163,16 @@ def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noq
         for sharded in (False, True):
             kind = f"{count} {'FSDP2' if sharded else 'DDP'}"
             out = f"{optimizer}_{count}_{sharded}"
-            done = run_in_float64(folder, *args, f"--fsdp={sharded}", f"--out_dir={out}", torchrun=count)
+            more = [f"--fsdp={sharded}", f"--out_dir={out}"]
+            done = run_in_float64(folder, *args, *more, torchrun=count)
             assert done.returncode == 0, done.stderr
             found[kind] = worst(out)
     for count, steps in ((4, 20), (1, 35), (2, 50)):
-        done = run_in_float64(folder, *args, f"--max_iters={steps}", "--fsdp=True", f"--out_dir=moved_{optimizer}",
-                              torchrun=count)
+        more = [f"--max_iters={steps}", "--fsdp=True", f"--out_dir=moved_{optimizer}"]
+        done = run_in_float64(folder, *args, *more, torchrun=count)
         assert done.returncode == 0, done.stderr
     found["4 -> 1 -> 2"] = worst(f"moved_{optimizer}")
-    print(f"\n{optimizer}, 50 steps in float64, largest relative difference from one process: "
+    print(f"\n{optimizer}, 50 steps in float64, max relative difference from one process: "
           + ", ".join(f"{kind} {value:.1e}" for kind, value in found.items()))
     assert max(found.values()) <= 1e-10
 
