@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine.training import checkpoint
-from tests.test_train import folder, kill_processes, losses, rows, run, same_losses, start, weights  # noqa: F401 (a fixture)
+from tests.test_train import (  # noqa: F401 (a fixture)
+    ROOT, command, environment, folder, kill_processes, losses, rows, run, same_losses, start, weights)
 
 STOPS = int(os.environ.get("STOPS", 50))            # of each optimizer
 KILLS = int(os.environ.get("KILLS", 100))           # of a process that saves all the time
@@ -119,34 +120,61 @@ def test_one_of_two_processes_is_killed(folder, sharded):  # noqa: F811
           f"weights equal to the unkilled run's, bit for bit")
 
 
+def run_in_float64(folder, *args, torchrun=0):  # noqa: F811
+    words = command(*args, torchrun=torchrun)
+    words[words.index(str(ROOT / "train.py"))] = str(ROOT / "tests/float64_train.py")
+    return subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noqa: F811
+    """
+    In float64, because rounding has no useful bound in float32: when the residual stream of a
+    position passes near zero, as that of BOS does here, the norms amplify the rounding of that step
+    a thousandfold (doc/lab/reliability.md).
+
+    The batch of 8 sequences and the width of 32 can't be divided evenly among three processes.
+    """
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=50", "--log_interval=1", "--eval_interval=25",
-            f"--optimizer={optimizer}", "--decay_lr=False", "--warmup_iters=10"]  # AdamW's first steps magnify rounding
+            f"--optimizer={optimizer}", "--decay_lr=False"]
     one = f"one_{optimizer}"
-    assert run(folder, *args, f"--out_dir={one}").returncode == 0
+    done = run_in_float64(folder, *args, f"--out_dir={one}")
+    assert done.returncode == 0, done.stderr
 
     def worst(out):
-        """The largest relative difference of a loss (of a step, of both splits) or gradient norm from the one process's."""
-        pairs = [(x, y) for step, found in losses(folder, out).items() for x, y in zip(losses(folder, one)[step], found)]
-        assert len(pairs) == 4 * 51
-        return max(abs(x - y) / x for x, y in pairs if x is not None and y is not None)
+        """
+        Return the max relative difference between a run and that of one process, over the losses of
+        the steps, the losses of both splits and the gradient norms.
+        """
+        assert losses(folder, one).keys() == losses(folder, out).keys() == set(range(51))
+        differences = []
+        for step, expected in losses(folder, one).items():
+            for x, y in zip(expected, losses(folder, out)[step]):
+                # A moved run has more evaluations: each of its sessions ends with one.
+                assert (x is None) == (y is None) or out.startswith("moved")
+                if x is not None and y is not None:
+                    differences.append(abs(x - y) / x)
+        # losses and norms of 50 steps, losses of 3 evaluations
+        assert len(differences) == 2 * 50 + 2 * 3
+        return max(differences)
 
     found = {}
-    for count in (2, 4):
+    for count in (2, 3, 4):
         for sharded in (False, True):
             kind = f"{count} {'FSDP2' if sharded else 'DDP'}"
             out = f"{optimizer}_{count}_{sharded}"
-            done = run(folder, *args, f"--fsdp={sharded}", f"--out_dir={out}", torchrun=count)
+            more = [f"--fsdp={sharded}", f"--out_dir={out}"]
+            done = run_in_float64(folder, *args, *more, torchrun=count)
             assert done.returncode == 0, done.stderr
             found[kind] = worst(out)
     for count, steps in ((4, 20), (1, 35), (2, 50)):
-        done = run(folder, *args, f"--max_iters={steps}", "--fsdp=True", f"--out_dir=moved_{optimizer}", torchrun=count)
+        more = [f"--max_iters={steps}", "--fsdp=True", f"--out_dir=moved_{optimizer}"]
+        done = run_in_float64(folder, *args, *more, torchrun=count)
         assert done.returncode == 0, done.stderr
     found["4 -> 1 -> 2"] = worst(f"moved_{optimizer}")
-    print(f"\n{optimizer}, 50 steps in float32, largest relative difference from one process: "
+    print(f"\n{optimizer}, 50 steps in float64, max relative difference from one process: "
           + ", ".join(f"{kind} {value:.1e}" for kind, value in found.items()))
-    assert max(found.values()) <= 1e-5
+    assert max(found.values()) <= 1e-10
 
 
 def test_memory_does_not_grow_with_saves(folder):  # noqa: F811
