@@ -52,8 +52,8 @@ static const Template templates[] = {
      .user_close = "<|im_end|>\n<|im_start|>assistant\n", .answer_close = "<|im_end|>\n"},
     // Llama 3
     {.name = "llama3", .marks = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-     .signs = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-     .others = {"<|im_start|>", "Today Date: "}, .stop = "<|eot_id|>",
+     .signs = {"<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"},
+     .others = {"<|im_start|>", "Today Date: ", "BEGIN CONVERSATION"}, .stop = "<|eot_id|>",
      .begin = BOS, .strip = true,
      .system_open = "<|start_header_id|>system<|end_header_id|>\n\n", .system_close = "<|eot_id|>",
      .user_open = "<|start_header_id|>user<|end_header_id|>\n\n",
@@ -61,7 +61,7 @@ static const Template templates[] = {
      .answer_close = "<|eot_id|>"},
     // Llama 3.1, 3.2 and 3.3
     {.name = "llama3.1", .marks = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-     .signs = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+     .signs = {"<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>",
                "Cutting Knowledge Date: December 2023\n", "Today Date: "},
      .others = {"<|im_start|>"}, .stop = "<|eot_id|>",
      .begin = BOS, .strip = true, .system_always = true,
@@ -320,17 +320,23 @@ static size_t find(String text, size_t at, const char *sign) {
 
 static bool contains(String text, const char *sign) { return find(text, 0, sign) < text.n; }
 
+// Returns whether a sign has a text of its own, as a marker has.
+static bool has_text(const char *sign) { return strspn(sign, " " VARIABLE BOS EOS) < strlen(sign); }
+
 // Returns the template that an outline matches: it contains all signs, and none of similar
-// templates. Returns NULL if there is none. Sets *nearest to the template with the most signs in
-// the outline and, among these, the fewest that are missing; NULL: no template has one.
+// templates. Returns NULL if there is none. Sets *nearest to the template of whose texts the most
+// are in the outline and, among these, the fewest signs are missing; NULL: no text is there.
 static const Template *find_template(String outline, const Template **nearest) {
     int max_found = 0, min_missing = 0;
     *nearest = NULL;
     for (int i = 0; i < N_TEMPLATES; i++) {
         const Template *template = &templates[i];
         int found = 0, missing = 0, others = 0;
-        for (int s = 0; s < MAX_SIGNS && template->signs[s]; s++)
-            contains(outline, template->signs[s]) ? found++ : missing++;
+        for (int s = 0; s < MAX_SIGNS && template->signs[s]; s++) {
+            bool is_there = contains(outline, template->signs[s]);
+            found += is_there && has_text(template->signs[s]);
+            missing += !is_there;
+        }
         for (int s = 0; s < MAX_SIGNS && template->others[s]; s++)
             others += contains(outline, template->others[s]);
         if (!missing && !others) return *nearest = template;
@@ -554,7 +560,8 @@ static bool read_source(String source, Choice *choice, Error *e) {
     choice->template = find_template(outline, &choice->nearest);
     if (choice->template) {
         String prompt = default_system(choice->template, outline);
-        append(&choice->system, prompt.s, prompt.n);
+        // a text for thinking models is only there if the caller asks for thinking
+        if (!contains(source, "enable_thinking")) append(&choice->system, prompt.s, prompt.n);
         choice->has_bos = contains(outline, BOS);
     }
     bool failed = text.failed || choice->system.failed;
