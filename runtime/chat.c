@@ -513,8 +513,10 @@ int *llamac_encode_turn(const llamac_model *m, bool first, const char *system, c
     if (template->strip_together && turn.text.n > system_begin) said = strip_end(said);
     else if (template->strip) said = strip(said);
     add_words(&turn, template->user_open, said, NULL);
-    if (template->strip_together)
-        turn.text.n = strip_end((String){turn.text.s, turn.text.n}).n;
+    if (template->strip_together) { // words without a letter leave the white space before them
+        String both = {turn.text.s + system_begin, turn.text.n - system_begin};
+        turn.text.n = system_begin + strip_end(both).n;
+    }
     add_markup(&turn, template->user_close);
     return finish_turn(&turn, n_tokens);
 }

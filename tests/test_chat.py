@@ -434,7 +434,7 @@ def told(model, messages):
     tokens = []
     for n, message in enumerate(messages[system is not None:]):
         text = message["content"]
-        tokens += model.encode_answer(text) if n % 2 else model.encode_turn(text, n == 0, system)
+        tokens.extend(model.encode_answer(text) if n % 2 else model.encode_turn(text, n == 0, system))
     return tokens
 
 
