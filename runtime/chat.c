@@ -513,7 +513,7 @@ int *llamac_encode_turn(const llamac_model *m, bool first, const char *system, c
     if (template->strip_together && turn.text.n > system_begin) said = strip_end(said);
     else if (template->strip) said = strip(said);
     add_words(&turn, template->user_open, said, NULL);
-    if (template->strip_together) { // words without a letter leave the white space before them
+    if (template->strip_together) { // words may be nothing but white space
         String both = {turn.text.s + system_begin, turn.text.n - system_begin};
         turn.text.n = system_begin + strip_end(both).n;
     }
