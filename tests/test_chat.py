@@ -72,7 +72,8 @@ STRANGERS = {  # by the template that is nearest; where none of its marks is the
                "{% for m in messages %}{{ '<|user|>\n' + m.content + '\n<|assistant|>\n' + m.answer + eos_token }}{% endfor %}"],
     "phi3": ["{{ '<|user|>\n' + m.content + '<|end|>\n' + '<|im_start|>' + '<|assistant|>\n' }}"],
     "phi4-mini": ["{{ '<|user|>' + m.content + '<|end|>' }}",
-                  "{{ '<|system|>Your name is Phi<|end|>' }}{{ '<|user|>' + m + '<|end|><|assistant|>' }}"],
+                  "{{ '<|system|>Your name is Phi' }}{{ system }}{{ '<|end|>' }}{% for m in messages %}"
+                  "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"],
     "mistral-v0": ["{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"],
     "mistral-v3": ["{{ '[SYSTEM_PROMPT] ' + s + '[/SYSTEM_PROMPT][INST] ' + m.content + '[/INST]' + ' ' + m.answer + eos_token }}"],
     "mistral-v3-tekken": ["{% if '[INST]' %}", "{{ '[INST]' + m.content + '[/INST]' }}"],
