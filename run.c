@@ -320,7 +320,8 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
 }
 
 // Alternates turns of user and assistant until the input ends. The first words of the user may come
-// from -i or -f, the system prompt from -y.
+// from -i or -f, the system prompt from -y. An empty answer to the question for it means the one in
+// the file's template.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
     int pending = -1; // last token of an answer that was cut off, not evaluated yet; -1: none
     Text line = {0}, prompt = {0};
@@ -328,9 +329,10 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     else ask("Enter system prompt (optional): ", &prompt);
     append(&prompt, "", 1); // the zero at the end of a C string
     if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
+    if (!system && *prompt.s) system = prompt.s;
     start(r, r->options.positions);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
-        int n, *tokens = encode_turn(r, first, prompt.s, first && has_words ? words : line, &n);
+        int n, *tokens = encode_turn(r, first, system, first && has_words ? words : line, &n);
         if (pending >= 0) feed(r, &pending, 1);
         feed(r, tokens, n);
         print_bytes("Assistant: ", 11);
@@ -533,7 +535,7 @@ static const char help[] =
     "  -f FILE          prompt from a file\n"
     "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
     "  -m MODE          generate or chat (generate)\n"
-    "  -y TEXT          system prompt of the chat\n"
+    "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
     "  -j NUMBER        threads (as many as cores, 64 at most)\n"
     "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
     "                   (f32; f16 where the weights are quantised)\n"
@@ -543,8 +545,9 @@ static const char help[] =
     "                   (runcuda: cuda; run: cpu, its only device)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
-    "  --template NAME  what the chat puts around your words: chatml, llama3, zephyr or llama2\n"
-    "                   (as the model file says)\n"
+    "  --template NAME  what the chat puts around your words (as the model file says):\n"
+    "                   chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1,\n"
+    "                   mistral-v3, mistral-v3-tekken, phi3 or phi4-mini\n"
     "  --tokenize       print the token ids of the prompt, or of each line of the input;\n"
     "                   with -m chat those of your turns\n"
     "  --verify         compare the weights with the checksum in the file\n"

@@ -196,14 +196,21 @@ class Model:
 
     def use_template(self, name=None):
         """
-        Choose the chat template: chatml, llama3, zephyr or llama2; None: the one in the file. Call
-        this before the model is used for anything else.
+        Choose the chat template by its name: chatml, llama3, llama3.1, zephyr, llama2, mistral-v0,
+        mistral-v1, mistral-v3, mistral-v3-tekken, phi3 or phi4-mini; None: the one in the file.
+        Call this before the model is used for anything else.
         """
         call("use_template", self.pointer, name and name.encode())
 
     def encode_turn(self, text, first=True, system=None):
-        """Return the tokens of a user's turn, up to where the answer begins."""
-        return encoded("encode_turn", self.pointer, first, system and system.encode(), *utf8(text))
+        """
+        Return the tokens of a user's turn, up to where the answer begins.
+
+        system: the system prompt, in the first turn; "": none; None: the one in the file's
+        template, if it has one.
+        """
+        system = None if system is None else system.encode()
+        return encoded("encode_turn", self.pointer, first, system, *utf8(text))
 
     def encode_answer(self, text):
         """Return the tokens of an earlier answer. The next turn adds its end marker."""

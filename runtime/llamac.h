@@ -120,15 +120,17 @@ LLAMAC_API size_t llamac_decode(const llamac_model *, int previous, int token, c
 LLAMAC_API int llamac_utf8(const char *s, size_t n);
 
 // Sets the chat template, which llamac_encode_turn and llamac_encode_answer need: chatml, llama3,
-// zephyr or llama2. If `name` is NULL, the model file decides: a GGUF file has a template, which is
+// llama3.1, zephyr, llama2, mistral-v0, mistral-v1, mistral-v3, mistral-v3-tekken, phi3 or
+// phi4-mini. If `name` is NULL, the model file decides: a GGUF file has a template, which is
 // recognised by its markers, such as <|im_end|>; llama2.c's formats use llama2. Markers that the
 // file lists as user-defined tokens, a token type of GGUF, become control tokens: a marker that a
 // user types is then encoded as ordinary text.
 LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_error *);
 
 // Encodes a turn of the user, up to where the answer begins, with BOS if the template needs it.
-// Returns the tokens like llamac_encode. The system prompt (NULL: none) is used in the first turn
-// only. Every later turn begins with the end marker of the answer before it.
+// Returns the tokens like llamac_encode. The system prompt is used in the first turn only; "": no
+// system prompt; NULL: the one in the file's template, if the file decided and its template has
+// one, as Qwen2.5's. Every later turn begins with the end marker of the answer before it.
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 

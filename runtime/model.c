@@ -666,6 +666,7 @@ void llamac_close(llamac_model *m) {
     llamac_free_tokenizer(&m->tokenizer);
     free(m->transformer.weights.layers);
     free(m->transformer.weights.frequencies);
+    free(m->chat_system.s);
     llamac_unmap(&m->tokenizer_file);
     llamac_unmap(&m->file);
     free(m);

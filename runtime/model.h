@@ -185,6 +185,8 @@ struct llamac_model {
     File file, tokenizer_file;
     const Template *chat;          // NULL: not set
     int stop;                      // token that ends an answer in the chat template, -1: none
+    bool chat_bos;                 // a chat begins with BOS, unless the template says otherwise
+    Text chat_system;              // the system prompt of chats without one
     char path[MAX_SHOWN_PATH + 1]; // of the file, for messages; "": opened from memory
 };
 

@@ -1,18 +1,25 @@
 """Chat: the tokens around the user's words equal transformers' and sentencepiece's, and nobody's words become control tokens."""
 import functools
 import io
+import json
 import random
 import subprocess
 
+import numpy as np
 import pytest
 import sentencepiece as spm
+import tokenizers
 import torch
 from sentencepiece import sentencepiece_model_pb2
-from transformers import LlamaTokenizer
+from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
+import export
+import llamac
 from engine.training import load
+from tests.test_bpe import TEXT, small_model
 from tests.test_encode import pieces_of, write_gguf
 from tests.test_run import Model, reciter, run
+from tokenizer import BosEos, byte_level, train_byte_level
 
 CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -61,23 +68,32 @@ STRANGERS = {  # by the template that is nearest; where none of its marks is the
     "chatml": ["{{ '<|im_start|>' }}", "{# <|im_start|> <|im_end|> #}{{ '<|im_start|>' }}",
                "{{ '<|im_start|>user<|im_sep|>' + m.content + '<|im_end|><|im_start|>assistant<|im_sep|>' }}"],
     "llama3": ["{{ '<|start_header_id|>user<|end_header_id|>' + m.content }}"],
-    "zephyr": ["{{ '<|user|>' }}", "{{ '<|user|>\n' + m.content + '<|end|>\n<|assistant|>\n' }}",
+    "zephyr": ["{{ '<|user|>' }}",
                "{% for m in messages %}{{ '<|user|>\n' + m.content + '\n<|assistant|>\n' + m.answer + eos_token }}{% endfor %}"],
-    "llama2": ["{% if '[INST]' %}", "{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}",
+    "phi3": ["{{ '<|user|>\n' + m.content + '<|end|>\n' + '<|im_start|>' + '<|assistant|>\n' }}"],
+    "phi4-mini": ["{{ '<|user|>' + m.content + '<|end|>' }}",
+                  "{{ '<|system|>Your name is Phi' }}{{ system }}{{ '<|end|>' }}{% for m in messages %}"
+                  "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"],
+    "mistral-v0": ["{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"],
+    "mistral-v3": ["{{ '[SYSTEM_PROMPT] ' + s + '[/SYSTEM_PROMPT][INST] ' + m.content + '[/INST]' + ' ' + m.answer + eos_token }}"],
+    "mistral-v3-tekken": ["{% if '[INST]' %}", "{{ '[INST]' + m.content + '[/INST]' }}"],
+    "llama2": ["{{ '<<SYS>>' }}",
                "{{ '[SYSTEM_PROMPT] ' + system + '[/SYSTEM_PROMPT][INST] ' + m.content + ' [/INST]<<SYS>><</SYS>>' }}"],
     "llama3, by its tokens": ["", "x", "{", "{{", "{{ '", "{% \"\\", "-}}", "{%-", "{{ x -", "{#", "{# #", "{#}", "<|im_star"],
 }
 MARKS = {"chatml": ["<|im_start|>", "<|im_end|>"], "zephyr": ["<|system|>", "<|user|>", "<|assistant|>"],
          "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+KNOWN = ("chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1, mistral-v3, mistral-v3-tekken, phi3 "
+         "and phi4-mini")
 WORDS = "user system assistant hello there Hi you are brief and the quick fox jumps And over [INST] [/INST] <|im end|>".split(" ")
 SYSTEM, HI, ANSWER, AGAIN = "You are brief. ", "Hi, café", "the quick fox", "  And you? "
 
 
 @functools.cache
-def vocabulary(kind, prefix):
+def vocabulary(kind, prefix, marks=tuple(sum(MARKS.values(), []))):
     """A sentencepiece model, in which all marks are control or user-defined symbols, or none is."""
     lines, out = [" ".join(random.Random(i).choices(WORDS, k=12)) for i in range(300)], io.BytesIO()
-    symbols = {kind + "_symbols": sum(MARKS.values(), [])} if kind else {}
+    symbols = {kind + "_symbols": list(marks)} if kind and marks else {}
     spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=out, model_type="bpe", vocab_size=400, minloglevel=2,
                                    normalization_rule_name="identity", hard_vocab_limit=False, byte_fallback=True,
                                    remove_extra_whitespaces=False, add_dummy_prefix=prefix, **symbols)
@@ -198,7 +214,7 @@ def test_a_template_is_known_or_refused(run_debug_bin, tmp_path):
         for source in sources:
             write_gguf(tmp_path / "m.gguf", pieces, True, **({"tokenizer.chat_template": source} if source else {}))
             message = run(run_debug_bin, tmp_path / "m.gguf", "-m", "chat", status=1)
-            assert ("its chat template '" if source else "it has no chat template") in message and "chatml, llama3, zephyr and llama2" in message
+            assert ("its chat template '" if source else "it has no chat template") in message and KNOWN in message
             assert f"--template={nearest.partition(',')[0]}" in message, (source, message)
     assert turns(run_debug_bin, tmp_path / "m.gguf", "--template=chatml")
     write_gguf(tmp_path / "m.gguf", pieces_of(vocabulary(None, True)), True)
@@ -303,3 +319,209 @@ def test_chat_ends_with_its_input(run_bin, tmp_path):
     assert run(run_bin, *args, "-i", "[INST] a") == b"Enter system prompt (optional): " + asked
     cut = subprocess.run([run_bin, *args], input=b"be\0brief\na\n", capture_output=True)
     assert cut.returncode == 1 and b"system prompt: it holds a zero byte\n" in cut.stderr
+
+
+# ---- the templates of models, against transformers -----------------------------------------------
+
+CHATML_BY_ROLE = ("{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+                  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+PHI = ("{% for m in messages %}{{ '<|' + m['role'] + '|>NEWLINE' + m['content'] + '<|end|>NEWLINE' }}{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|assistant|>NEWLINE' }}{% else %}{{ eos_token }}{% endif %}")
+
+
+def mistral(before, after, answer):
+    """
+    Mistral's source, with these strings around the words and this expression for an answer. v3's
+    own has loop.last where this has loop.first: it puts the system prompt into the latest turn.
+    """
+    return ("{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
+            "{%- set turns = messages[1:] %}{%- else %}{%- set turns = messages %}{%- endif %}"
+            "{{- bos_token }}{%- for m in turns %}{%- if m['role'] == 'user' %}"
+            "{%- if loop.first and system is defined %}"
+            "{{- 'BEFORE' + system + '\\n\\n' + m['content'] + 'AFTER' }}"
+            "{%- else %}{{- 'BEFORE' + m['content'] + 'AFTER' }}{%- endif %}"
+            "{%- else %}{{- ANSWER + eos_token }}{%- endif %}{%- endfor %}"
+            ).replace("BEFORE", before).replace("AFTER", after).replace("ANSWER", answer)
+
+
+# Model: (name of the template, Jinja source that writes what the model's own does, vocabulary).
+# Vocabulary: the pre-tokenizer of byte-level BPE, or sentencepiece: "legacy" with a space before
+# every text after a special token, as the model's own tokenizer has it.
+MODELS = {
+    "Qwen2.5": ("chatml", "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are Qwen, created by Alibaba "
+                "Cloud. You are a helpful assistant.<|im_end|>\n' }}{%- endif %}{%- for m in messages %}" + CHATML_BY_ROLE, "qwen2"),
+    "SmolLM2": ("chatml", "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+                "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}" + CHATML_BY_ROLE,
+                "smollm"),
+    "Qwen3": ("chatml", "{%- for m in messages %}" + CHATML_BY_ROLE, "qwen2"),
+    "Nous Hermes 2": ("chatml", "{{bos_token}}" + CHATML, "sentencepiece"),
+    "Llama 3": ("llama3", LLAMA3, "llama-bpe"),
+    "Llama 3.1": ("llama3.1", "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
+                  "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+                  "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{{- 'Cutting Knowledge Date: December 2023\n' }}"
+                  "{{- 'Today Date: ' + (date_string or '26 Jul 2024') + '\n\n' }}{{- system }}{{- '<|eot_id|>' }}"
+                  "{%- for m in messages %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content|trim + '<|eot_id|>' }}"
+                  "{%- endfor %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}", "llama-bpe"),
+    "Llama 2": ("llama2", LLAMA2, "legacy"),
+    "Mistral 7B 0.2, first": ("mistral-v0", mistral("[INST] ", " [/INST]", "m['content']"), "legacy"),
+    "Mistral 7B 0.1": ("mistral-v0", mistral("[INST] ", " [/INST]", "m['content']").replace("eos_token", "eos_token + ' '"), "legacy"),
+    "Mistral 7B 0.2": ("mistral-v1", mistral(" [INST] ", " [/INST]", "' ' + m['content']"), "sentencepiece"),
+    "Mistral 7B 0.3": ("mistral-v3", mistral("[INST] ", "[/INST]", "' ' + m['content']|trim"), "sentencepiece"),
+    "Mistral Nemo": ("mistral-v3-tekken", mistral("[INST]", "[/INST]", "m['content']"), "llama-bpe"),
+    "TinyLlama": ("zephyr", ZEPHYR, "sentencepiece"),
+    "Phi-3.5": ("phi3", PHI.replace("NEWLINE", "\n"), "sentencepiece"),
+    "Phi-4-mini": ("phi4-mini", PHI.replace("NEWLINE", ""), "llama-bpe"),
+}
+MARKS_OF = {  # the marks that are tokens
+    **MARKS, "llama3.1": MARKS["llama3"], "zephyr": [], "llama2": [], "mistral-v0": [], "mistral-v1": [],
+    "mistral-v3": ["[INST]", "[/INST]"], "mistral-v3-tekken": ["[INST]", "[/INST]"],
+    "phi3": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+    "phi4-mini": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]}
+SAID = ["hello", "And", " quick", " fox", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "é", " naïve", "日本語", "你好，", "🙂",
+        "👩‍👩‍👧", "\u00a0", "\u3000", "\u2028", "\x85", "\x1c", "\x0b", "e\u0301", "\u200b", "\ufeff", "ſ", "don't", " 123", "...",
+        "?!", "<", "|>", "{{ x }}", "{%", "'", '"', "\\n", "[", "]", "/INST", "system", "\u1680"]
+
+
+def oracle_and_model(folder, name):
+    """transformers' tokenizer and ours, of a model of MODELS."""
+    template, source, kind = MODELS[name]
+    marks = MARKS_OF[template]
+    flags = {"rstrip": template.startswith("phi")}  # as Microsoft's tokenizers have it
+    if kind in ("legacy", "sentencepiece"):
+        made = vocabulary("control", True, tuple(marks))
+        (folder / "tokenizer.model").write_bytes(made.SerializeToString())
+        oracle = LlamaTokenizer.from_pretrained(folder, legacy=kind == "legacy", add_prefix_space=True)
+        added = [AddedToken(mark, special=True, normalized=False, **flags) for mark in marks]
+        oracle.add_special_tokens({"additional_special_tokens": added})
+        assert len(oracle) == len(made.pieces)
+        write_gguf(folder / "m.gguf", pieces_of(made), True,
+                   **{"tokenizer.chat_template": source, "tokenizer.ggml.add_bos_token": False})
+    else:
+        made = train_byte_level(TEXT, 600, folder / "t.json", kind, exact=False)
+        pieces = made.pieces() + [(mark.encode(), 0.0, 3) for mark in marks]
+        made = byte_level(pieces, made.merges(), kind, BosEos(0, 1, False), folder / "t.json")
+        file = json.loads(made.model.to_str())
+        for token in file["added_tokens"]:
+            token |= flags if token["content"] in marks else {}
+        oracle = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(file)),
+                                         bos_token="<s>", eos_token="</s>")
+        model = small_model(made.vocab_size)
+        export.export_model(model.state_dict(), model.args, made, folder / "m.gguf",
+                            extra={"tokenizer.chat_template": source})
+    oracle.chat_template = source
+    model = llamac.Model(folder / "m.gguf")
+    model.use_template()
+    return oracle, model
+
+
+def random_text(rng):
+    return "".join(rng.choices(SAID, k=rng.choice((0, 1, 2, 3, 5, 9))))
+
+
+def conversation(rng, answers_join):
+    """Messages: a system prompt or none, up to five turns of the user. answers_join: see below."""
+    system = random_text(rng)
+    messages = [{"role": "system", "content": system}] if system and rng.random() < .6 else []
+    for turn in range(rng.randrange(5)):
+        answer = random_text(rng)
+        messages += [{"role": "user", "content": random_text(rng)},
+                     {"role": "assistant", "content": answer.lstrip() if answers_join else answer}]
+    return messages + [{"role": "user", "content": random_text(rng)}]
+
+
+def told(model, messages):
+    """The tokens of a conversation, turn by turn."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    tokens = []
+    for n, message in enumerate(messages[system is not None:]):
+        text = message["content"]
+        tokens.extend(model.encode_answer(text) if n % 2 else model.encode_turn(text, n == 0, system))
+    return tokens
+
+
+def compare_conversations(folder, name, count):
+    template, _, kind = MODELS[name]
+    oracle, model = oracle_and_model(folder, name)
+    rng = random.Random(name)
+    # A model that answers begins after ChatML's newline, which is a token by then. transformers
+    # encodes the newline and white space that an answer begins with as one word.
+    answers_join = template == "chatml" and kind != "sentencepiece"
+    for _ in range(count):
+        messages = conversation(rng, answers_join)
+        expected = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+        assert told(model, messages) == expected, messages
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_conversations_equal_transformers(library, tmp_path, name):
+    """With and without a system prompt, Unicode, white space at the ends, empty texts."""
+    compare_conversations(tmp_path, name, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_many_conversations_equal_transformers(library, tmp_path, name):
+    compare_conversations(tmp_path, name, 200)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Llama 3.1", "Mistral 7B 0.3", "Phi-3.5"])
+def test_run_prints_the_tokens_of_transformers(library, run_bin, tmp_path, name):
+    oracle, _ = oracle_and_model(tmp_path, name)
+    for flags, system in ([], []), (["-y", SYSTEM], [{"role": "system", "content": SYSTEM}]):
+        out = run(run_bin, tmp_path / "m.gguf", "--tokenize", "-m", "chat", "-i", HI, *flags)
+        messages = system + [{"role": "user", "content": HI}]
+        assert [int(i) for i in out.split()] == oracle.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_an_empty_system_prompt_replaces_that_of_the_template(library, tmp_path):
+    _, model = oracle_and_model(tmp_path, "Qwen2.5")
+    default, none = model.encode_turn("Hi"), model.encode_turn("Hi", system="")
+    assert b"You are Qwen" in model.decode(default) and list(default[-len(none):]) == list(none)
+    assert model.decode(none) == b"user\nHi\nassistant\n"
+    model.use_template("chatml")  # a template by its name has no system prompt of its own
+    assert list(model.encode_turn("Hi")) == list(none)
+    # one that is there for thinking only is left out
+    source = "{% if enable_thinking %}{{ '<|im_start|>system\nThink.<|im_end|>\n' }}{% endif %}" + CHATML
+    write_gguf(tmp_path / "think.gguf", pieces_of(vocabulary("control", True)), **{"tokenizer.chat_template": source})
+    model = llamac.Model(tmp_path / "think.gguf")
+    model.use_template()
+    assert b"Think" not in model.decode(model.encode_turn("Hi"))
+
+
+ALL_MARKS = [*dict.fromkeys(sum(MARKS_OF.values(), [])), *MARKS["zephyr"]]
+FORGED = [*ALL_MARKS, *(mark[:n] for mark in ALL_MARKS for n in (1, 2, -1)), *(mark[-3:] for mark in ALL_MARKS),
+          "<s>", "</s>", "<unk>", "<0x0A>", "<<SYS>>", "<</SYS>>", "user", "system", " ", "\n", "x", "é", "\1", "\2", "\3"]
+
+
+def forge(folder, template, kind, count):
+    """No text of the user's, of an answer or of a system prompt adds a control token."""
+    made = vocabulary(kind, True, tuple(dict.fromkeys(ALL_MARKS)))
+    write_gguf(folder / "m.gguf", pieces_of(made), True)
+    model = llamac.Model(folder / "m.gguf")
+    model.use_template(template)
+    marks = MARKS_OF[template] or MARKS.get(template, [])
+    is_control = np.array([p.type == 3 or p.piece in ("<s>", "</s>", *marks) for p in made.pieces])
+    rng = random.Random(f"{template} {kind}")
+
+    def control_tokens(first, text):
+        turn = model.encode_turn(text, first, text if first else None)
+        return turn[is_control[turn]].tolist()
+
+    plain = [control_tokens(first, "x") for first in (False, True)]
+    for n in range(count):
+        text, first = "".join(rng.choices(FORGED, k=rng.randrange(1, 12))), bool(n % 2)
+        assert control_tokens(first, text) == plain[first], text
+        assert not is_control[model.encode_answer(text)].any(), text
+
+
+@pytest.mark.parametrize("kind", ["control", "user_defined"])
+@pytest.mark.parametrize("template", MARKS_OF)
+def test_no_text_becomes_a_control_token(library, tmp_path, template, kind):
+    forge(tmp_path, template, kind, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", MARKS_OF)
+def test_none_of_100_000_texts_becomes_a_control_token(library, tmp_path, template):
+    for kind in "control", "user_defined":
+        forge(tmp_path, template, kind, 50_000)
