@@ -493,8 +493,10 @@ void llamac_grammar_reset(llamac_grammar *g) {
 // The texts of all tokens, and growing arrays.
 typedef struct {
     Text texts;
-    size_t *begin; // (vocab_size + 1,) where each token begins in `texts`
-    Text found;    // TokenEffects of one state
+    size_t *begin;       // (vocab_size + 1,) where each token begins in `texts`
+    int *order;          // tokens by their first byte
+    int first_with[257]; // where the tokens of each first byte begin in `order`
+    Text found;          // TokenEffects of one state
     Text effects, tokens, first_token, closings; // arrays of the grammar
 } Builder;
 
@@ -531,6 +533,22 @@ static bool read_texts(Builder *b, const llamac_model *m, Error *e) {
     return true;
 }
 
+// Sorts the tokens by their first byte, because most states allow only a few bytes.
+static bool sort_by_first_byte(Builder *b, int vocab_size, Error *e) {
+    CHECK((b->order = resize(NULL, vocab_size, sizeof *b->order)), no_memory);
+    const uint8_t *texts = (uint8_t *)b->texts.s;
+    int next[256] = {0}; // first the number of tokens, then where to put the next one
+    for (int i = 0; i < vocab_size; i++)
+        if (b->begin[i + 1] > b->begin[i]) next[texts[b->begin[i]]]++;
+    for (int byte = 0; byte < 256; byte++) {
+        b->first_with[byte + 1] = b->first_with[byte] + next[byte];
+        next[byte] = b->first_with[byte];
+    }
+    for (int i = 0; i < vocab_size; i++)
+        if (b->begin[i + 1] > b->begin[i]) b->order[next[texts[b->begin[i]]]++] = i;
+    return true;
+}
+
 // Requires the characters of JSON's structure as tokens of one byte.
 static bool require_structure(const Builder *b, const llamac_model *m, Error *e) {
     bool present[256] = {false};
@@ -542,20 +560,24 @@ static bool require_structure(const Builder *b, const llamac_model *m, Error *e)
     return true;
 }
 
-// Finds the effects that tokens have from a state, and appends them with their tokens.
+// Appends the effects of a token from a state to b->found.
+static void add_effects(const llamac_grammar *g, Builder *b, int state, int token) {
+    const uint8_t *s = (uint8_t *)b->texts.s + b->begin[token];
+    Effect effects[2];
+    int n = find_effects(g, state, s, b->begin[token + 1] - b->begin[token], effects);
+    for (int i = 0; i < n; i++) {
+        TokenEffect found = {.effect = effects[i], .token = token};
+        append(&b->found, (char *)&found, sizeof found);
+    }
+}
+
+// Appends the effects from a state, and the tokens that have each of them.
 static void add_state(llamac_grammar *g, Builder *b, int state) {
     b->found.n = 0;
-    for (int i = 0; i < g->vocab_size; i++) {
-        const uint8_t *s = (uint8_t *)b->texts.s + b->begin[i];
-        size_t n = b->begin[i + 1] - b->begin[i];
-        if (!n || g->transitions[state][*s] == REFUSED) continue;
-        TokenEffect found = {.token = i};
-        Effect effects[2];
-        int n_effects = find_effects(g, state, s, n, effects);
-        for (int k = 0; k < n_effects; k++) {
-            found.effect = effects[k];
-            append(&b->found, (char *)&found, sizeof found);
-        }
+    for (int byte = 0; byte < 256; byte++) {
+        bool refused = g->transitions[state][byte] == REFUSED;
+        int first = b->first_with[byte], last = refused ? first : b->first_with[byte + 1];
+        for (int k = first; k < last; k++) add_effects(g, b, state, b->order[k]);
     }
     const TokenEffect *found = (TokenEffect *)b->found.s;
     int n_found = (int)(b->found.n / sizeof *found);
@@ -593,6 +615,7 @@ static bool find_common(llamac_grammar *g, int state) {
 static bool build(llamac_grammar *g, Builder *b, Error *e) {
     TRY(read_texts(b, g->model, e));
     TRY(require_structure(b, g->model, e));
+    TRY(sort_by_first_byte(b, g->vocab_size, e));
     CHECK((g->allowed = calloc(g->vocab_size, 1)), no_memory);
     for (int state = 0; state < N_STATES; state++) {
         for (int byte = 0; byte < 256; byte++)
@@ -649,6 +672,7 @@ llamac_grammar *llamac_grammar_json(const llamac_model *m, bool object, Error *e
     Text *texts[] = {&b.texts, &b.found, &b.effects, &b.tokens, &b.first_token, &b.closings};
     for (int i = 0; i < 6; i++) free(texts[i]->s);
     free(b.begin);
+    free(b.order);
     if (!ok) {
         llamac_grammar_free(g);
         return llamac_name_file(m->path, e), NULL;
