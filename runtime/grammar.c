@@ -355,10 +355,11 @@ static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected
 //
 // The cost of a state and a stack is the number of tokens that complete the text. It counts only
 // tokens that leave no container open that they opened, so the cost of a stack depends on its outer
-// parts alone: a token stays at its depth or closes some containers. Such a token exists for every
-// container, because llamac_grammar_json requires the brackets as tokens of one byte. The cost is
-// consistent: from every state, some token lowers it by 1. So a text whose cost is within the budget
-// never leaves it.
+// parts alone: a token stays at its depth or closes some containers. It counts no token that begins
+// with whitespace, so the cost does not depend on the whitespace before. Every container can be
+// closed so, because llamac_grammar_json requires the brackets as tokens of one byte. The cost is
+// consistent: from every state, some token lowers it by 1. So a text whose cost is within the
+// budget never leaves it.
 
 // An effect that a completion may have.
 typedef struct Closing {
@@ -617,9 +618,9 @@ static bool build(llamac_grammar *g, Builder *b, Error *e) {
     TRY(require_structure(b, g->model, e));
     TRY(sort_by_first_byte(b, g->vocab_size, e));
     CHECK((g->allowed = calloc(g->vocab_size, 1)), no_memory);
+    for (int i = 0; i < N_STATES * 256; i++)
+        g->transitions[i / 256][i % 256] = transition(i / 256, i % 256);
     for (int state = 0; state < N_STATES; state++) {
-        for (int byte = 0; byte < 256; byte++)
-            g->transitions[state][byte] = transition(state, byte);
         g->first_effect[state] = (int)(b->effects.n / sizeof(Effect));
         add_state(g, b, state);
     }

@@ -233,8 +233,9 @@ LLAMAC_API bool llamac_grammar_accept(llamac_grammar *, int token);
 // can then be completed with `left` tokens, this one included but not the one that ends the text.
 // If the caller samples among these and lowers `left` by 1 for each token, the text is complete at
 // `left` == 0 at the latest; if `left` is too small for any text at first, no token is allowed.
-// Only a completion that closes what it opens within one token counts, so a token that would need
-// another kind is 0 in the last steps. Tokens that end a text are 1 if the text is complete.
+// A completion counts if each of its tokens begins without whitespace and closes what it opens. So
+// in the last steps before `left` is 0, a token that needs another completion may be 0. Tokens that
+// end a text are 1 if the text is complete.
 LLAMAC_API const uint8_t *llamac_grammar_allowed(llamac_grammar *, int left);
 
 // Returns whether the text is valid JSON as it is. More tokens may be allowed: 12 can become 123.

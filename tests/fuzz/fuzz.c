@@ -276,8 +276,18 @@ static bool parse_value(const char **s, const char *end, int level) {
     return ok;
 }
 
+// Whether the bytes of a token are accepted one by one, where every byte is a token: 3 to 258.
+static bool allowed_by_bytes(const llamac_grammar *g, int token) {
+    llamac_grammar copy = *g; // of the text's state; the tables are shared
+    char piece[64];
+    size_t n = llamac_decode(g->model, -1, token, piece, sizeof piece), i = 0;
+    if (token == g->model->tokenizer.unk) return false;
+    while (i < n && llamac_grammar_accept(&copy, 3 + (unsigned char)piece[i])) i++;
+    return n && i == n;
+}
+
 // Writes a text of allowed tokens, which the bytes choose. It must be JSON within the budget, if any text is.
-static void walk_grammar(llamac_grammar *g, const uint8_t *choices, size_t n, bool object) {
+static void walk_grammar(llamac_grammar *g, const uint8_t *choices, size_t n, bool object, bool bytes) {
     int left = n ? choices[0] % 64 : 0, begun = 0, vocab_size = g->vocab_size;
     Text text = {0};
     for (size_t i = 0; left >= 0; i++, left--) {
@@ -293,6 +303,7 @@ static void walk_grammar(llamac_grammar *g, const uint8_t *choices, size_t n, bo
             if (mask[t] && !llamac_ends(g->model, t)) token = t;
         }
         if (!widest[refused] && llamac_grammar_accept(g, refused)) abort();
+        if (bytes && widest[refused] != allowed_by_bytes(g, refused) && !llamac_ends(g->model, refused)) abort();
         free(widest);
         if (left == 0 || token < 0) {
             if (token >= 0 && llamac_grammar_allowed(g, 0)[token]) abort();
@@ -344,7 +355,8 @@ static void grammar_target(const uint8_t *bytes, size_t size) {
     t->vocab_size = n;
     llamac_grammar *g = llamac_grammar_json(&m, head[0] & 1, NULL);
     if (!g) abort();
-    for (int i = 0; i < 2; i++, llamac_grammar_reset(g)) walk_grammar(g, bytes + r.at / (i + 1), size - r.at / (i + 1), head[0] & 1);
+    for (int i = 0; i < 2; i++, llamac_grammar_reset(g)) 
+        walk_grammar(g, bytes + r.at / (i + 1), size - r.at / (i + 1), head[0] & 1, head[0] & 2);
     llamac_grammar_free(g);
     free(t->pieces);
 }
