@@ -263,6 +263,51 @@ typedef struct {
 LLAMAC_API int llamac_sample(llamac_sequence *, llamac_sampler *, llamac_error *);
 
 // ----------------------------------------------------------------------------
+// Grammar
+
+// Which tokens may come next in a JSON text. Mask the logits of all other tokens before sampling:
+//
+//     const uint8_t *allowed = llamac_grammar_allowed(grammar, tokens_left);
+//     ... sample `token` among those with allowed[token] == 1, at most tokens_left of them ...
+//     llamac_grammar_accept(grammar, token);
+//
+// The text is JSON as in RFC 8259, in valid UTF-8. Escaped surrogates come in pairs, arrays and
+// objects are nested at most LLAMAC_JSON_DEPTH deep, and at most LLAMAC_JSON_SPACES bytes of
+// whitespace follow each other outside strings, so that a model cannot write spaces forever. Tokens
+// that no text contains are never allowed: control, unknown and unused ones. A grammar may be used
+// by one thread at a time.
+typedef struct llamac_grammar llamac_grammar; // the grammar, and the state of one text
+
+enum { LLAMAC_JSON_DEPTH = 64, LLAMAC_JSON_SPACES = 64 };
+
+// Creates a grammar for the vocabulary of a model, which must stay open, with the same tokenizer,
+// until llamac_grammar_free. If `object` is true, the text is an object, otherwise any value. Fails
+// if the vocabulary has no one-byte token for one of { } [ ] : , ".
+LLAMAC_API llamac_grammar *llamac_grammar_json(const llamac_model *, bool object, llamac_error *);
+
+// Frees a grammar. NULL is allowed.
+LLAMAC_API void llamac_grammar_free(llamac_grammar *);
+
+// Begins a new text.
+LLAMAC_API void llamac_grammar_reset(llamac_grammar *);
+
+// Appends a token to the text. Returns false, and changes nothing, if the token is not allowed. A
+// token that ends a text (llamac_ends) is allowed if the text is complete, and changes nothing.
+LLAMAC_API bool llamac_grammar_accept(llamac_grammar *, int token);
+
+// Returns (vocab_size,) bytes, valid until the next call: 1 if the token may come next and the text
+// can then be completed with `left` tokens, this one included but not the one that ends the text.
+// If the caller samples among these and lowers `left` by 1 for each token, the text is complete at
+// `left` == 0 at the latest; if `left` is too small for any text at first, no token is allowed.
+// A completion counts if each of its tokens begins without whitespace and closes what it opens. So
+// in the last steps before `left` is 0, a token that needs another completion may be 0. Tokens that
+// end a text are 1 if the text is complete.
+LLAMAC_API const uint8_t *llamac_grammar_allowed(llamac_grammar *, int left);
+
+// Returns whether the text is valid JSON as it is. More tokens may be allowed: 12 can become 123.
+LLAMAC_API bool llamac_grammar_complete(const llamac_grammar *);
+
+// ----------------------------------------------------------------------------
 // Speed
 
 // Returns the number of CPU threads that compute.

@@ -49,12 +49,12 @@ PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_s
     test_page_inside test_train"""
 # The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
 C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures test_bench test_hostile
-    test_kernels test_parity"""
+    test_grammar test_kernels test_parity"""
 RUN, LOADERS = "test_run.py and not pool", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
 FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
          "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat or test_bench",
          "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte",
-         "llamac.h": "test_library",
+         "llamac.h": "test_library", "grammar.c": "test_grammar",
          "thread_pool.c": "pool or on_threads", "thread_pool.h": "pool or on_threads", "os.c": f"memory or thread_for_each_core or {RUN}"}
 KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 # What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.

@@ -1,5 +1,5 @@
-// Fuzz targets over the library's loaders, encoder and chat templates, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
-// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode or bpe.
+// Fuzz targets over the library's loaders, encoder, chat templates and grammar, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
+// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode, bpe or grammar.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
 #define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <stdint.h>
@@ -21,6 +21,7 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/llama.c"
+#include "../../runtime/grammar.c"
 #undef realloc
 
 void print_bytes_of_model(const char *s, size_t n); // printer.c
@@ -191,6 +192,175 @@ static void bpe_target(const uint8_t *bytes, size_t size) {
     free(merges.s);
 }
 
+// A parser of JSON that is written apart from the grammar: advances *s past a value. Counts levels only to bound its recursion.
+static bool parse_value(const char **s, const char *end, int level);
+
+static void parse_spaces(const char **s, const char *end) {
+    while (*s < end && **s && strchr(" \t\n\r", **s)) ++*s;
+}
+
+static bool parse_char(const char **s, const char *end, char c) { return *s < end && *(*s)++ == c; }
+
+// Returns the number of \uXXXX, or -1.
+static int parse_hex(const char **s, const char *end) {
+    char digits[5] = {0};
+    if (end - *s < 6 || (*s)[0] != '\\' || (*s)[1] != 'u') return -1;
+    memcpy(digits, *s + 2, 4);
+    if (strspn(digits, "0123456789abcdefABCDEF") != 4) return -1;
+    *s += 6;
+    return (int)strtol(digits, NULL, 16);
+}
+
+static bool parse_text(const char **s, const char *end) {
+    if (!parse_char(s, end, '"')) return false;
+    while (*s < end && **s != '"') {
+        int length = llamac_utf8(*s, end - *s);
+        if (!length || (unsigned char)**s < 0x20) return false;
+        if (**s != '\\') *s += length;
+        else if (end - *s > 1 && (*s)[1] && strchr("\"\\/bfnrt", (*s)[1])) *s += 2;
+        else {
+            int high = parse_hex(s, end);
+            if (high < 0 || high >> 10 == 0xdc00 >> 10) return false;
+            if (high >> 10 == 0xd800 >> 10 && parse_hex(s, end) >> 10 != 0xdc00 >> 10) return false;
+        }
+    }
+    return parse_char(s, end, '"');
+}
+
+static bool parse_digits(const char **s, const char *end) {
+    const char *begin = *s;
+    while (*s < end && **s >= '0' && **s <= '9') ++*s;
+    return *s > begin;
+}
+
+static bool parse_number(const char **s, const char *end) {
+    if (*s < end && **s == '-') ++*s;
+    bool zero = *s < end && **s == '0';
+    if (zero ? !++*s : !parse_digits(s, end)) return false;
+    if (*s < end && **s == '.' && (++*s, !parse_digits(s, end))) return false;
+    if (*s == end || (**s | 32) != 'e') return true;
+    if (++*s < end && (**s == '+' || **s == '-')) ++*s;
+    return parse_digits(s, end);
+}
+
+static bool parse_items(const char **s, const char *end, int level, bool object) {
+    char close = *(*s)++ == '{' ? '}' : ']';
+    parse_spaces(s, end);
+    if (*s < end && **s == close) return ++*s, true;
+    for (;;) {
+        parse_spaces(s, end);
+        if (object && !parse_text(s, end)) return false;
+        parse_spaces(s, end);
+        if (object && !parse_char(s, end, ':')) return false;
+        if (!parse_value(s, end, level + 1)) return false;
+        if (*s == end || (**s != ',' && **s != close)) return false;
+        if (*(*s)++ == close) return true;
+    }
+}
+
+static bool parse_value(const char **s, const char *end, int level) {
+    static const char *const words[] = {"true", "false", "null"};
+    parse_spaces(s, end);
+    bool ok = *s < end && level <= LLAMAC_JSON_DEPTH;
+    if (!ok) return false;
+    if (**s == '{' || **s == '[') ok = level < LLAMAC_JSON_DEPTH && parse_items(s, end, level, **s == '{');
+    else if (**s == '"') ok = parse_text(s, end);
+    else if (**s == '-' || (**s >= '0' && **s <= '9')) ok = parse_number(s, end);
+    else {
+        size_t n = 0;
+        for (int i = 0; i < 3 && !n; i++)
+            if ((size_t)(end - *s) >= strlen(words[i]) && !memcmp(*s, words[i], strlen(words[i]))) n = strlen(words[i]);
+        *s += n, ok = n;
+    }
+    parse_spaces(s, end);
+    return ok;
+}
+
+// Whether the bytes of a token are accepted one by one, where every byte is a token: 3 to 258.
+static bool allowed_by_bytes(const llamac_grammar *g, int token) {
+    llamac_grammar copy = *g; // of the text's state; the tables are shared
+    char piece[64];
+    size_t n = llamac_decode(g->model, -1, token, piece, sizeof piece), i = 0;
+    if (token == g->model->tokenizer.unk) return false;
+    while (i < n && llamac_grammar_accept(&copy, 3 + (unsigned char)piece[i])) i++;
+    return n && i == n;
+}
+
+// Writes a text of allowed tokens, which the bytes choose. It must be JSON within the budget, if any text is.
+static void walk_grammar(llamac_grammar *g, const uint8_t *choices, size_t n, bool object, bool bytes) {
+    int left = n ? choices[0] % 64 : 0, begun = 0, vocab_size = g->vocab_size;
+    Text text = {0};
+    for (size_t i = 0; left >= 0; i++, left--) {
+        uint32_t choice = n ? choices[i % n] * 257u + (uint32_t)i : (uint32_t)i;
+        uint8_t *widest = malloc(vocab_size);
+        memcpy(widest, llamac_grammar_allowed(g, INT32_MAX), vocab_size);
+        const uint8_t *mask = llamac_grammar_allowed(g, left);
+        for (int t = 0; t < vocab_size; t++) if (mask[t] > widest[t]) abort();
+        int token = -1, refused = (int)(choice % vocab_size);
+        if (llamac_grammar_complete(g) && choice % 5 == 0) left = 0;
+        for (int k = 0; k < vocab_size && token < 0; k++) {
+            int t = (int)((choice + k) % vocab_size);
+            if (mask[t] && !llamac_ends(g->model, t)) token = t;
+        }
+        if (!widest[refused] && llamac_grammar_accept(g, refused)) abort();
+        if (bytes && widest[refused] != allowed_by_bytes(g, refused) && !llamac_ends(g->model, refused)) abort();
+        free(widest);
+        if (left == 0 || token < 0) {
+            if (token >= 0 && llamac_grammar_allowed(g, 0)[token]) abort();
+            if (begun && !llamac_grammar_complete(g)) abort();
+            break;
+        }
+        if (!llamac_grammar_accept(g, token)) abort();
+        char piece[64];
+        size_t length = llamac_decode(g->model, -1, token, piece, sizeof piece);
+        if (!length || length > sizeof piece) abort();
+        append(&text, piece, length);
+        begun++;
+    }
+    if (begun) {
+        const char *s = text.s, *end = text.s + text.n;
+        parse_spaces(&s, end);
+        if (object && *s != '{') abort();
+        if (!parse_value(&s, end, 0) || s != end) abort();
+    }
+    free(text.s);
+}
+
+// The input is flags, a number of pieces, the pieces (length in a byte, text), and bytes that choose tokens of these and all bytes,
+// or characters of structure alone.
+static void grammar_target(const uint8_t *bytes, size_t size) {
+    enum { MOST = 64 };
+    static const char structure[] = "{}[]:,\"";
+    static char single[256];
+    Reader r = {.bytes = bytes, .size = size};
+    const uint8_t *head = take(&r, 2);
+    if (!head) return;
+    llamac_model m = {.stop = -1};
+    Tokenizer *t = &m.tokenizer;
+    *t = (Tokenizer){.space = head[0] & 4 ? LOWER_BLOCK : " ", .unk = 0, .bos = 1, .eos = 2, .eot = -1};
+    t->pieces = resize(NULL, 3 + 256 + MOST, sizeof *t->pieces);
+    t->pieces[0] = (Piece){"<unk>", 0, 5, UNKNOWN};
+    t->pieces[1] = (Piece){"<s>", 0, 3, CONTROL};
+    t->pieces[2] = (Piece){"</s>", 0, 4, CONTROL};
+    int n = 3;
+    for (int i = 0; i < 256; i++) {
+        single[i] = (char)i;
+        if (head[0] & 2 || (i && strchr(structure, i))) t->pieces[n++] = (Piece){&single[i], 0, 1, NORMAL};
+    }
+    for (int i = 0; i < head[1] % MOST; i++) {
+        const uint8_t *length = take(&r, 1), *text = length && *length % 32 ? take(&r, *length % 32) : NULL;
+        if (!text) break;
+        t->pieces[n++] = (Piece){(const char *)text, 0, *length % 32, *length & 32 ? USER_DEFINED : NORMAL};
+    }
+    t->vocab_size = n;
+    llamac_grammar *g = llamac_grammar_json(&m, head[0] & 1, NULL);
+    if (!g) abort();
+    for (int i = 0; i < 2; i++, llamac_grammar_reset(g)) 
+        walk_grammar(g, bytes + r.at / (i + 1), size - r.at / (i + 1), head[0] & 1, head[0] & 2);
+    llamac_grammar_free(g);
+    free(t->pieces);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const char *const versions[] = {"v0", "v1", "v2"};
     static const char *target;
@@ -201,7 +371,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
     if (!bytes) abort();
     if (size) memcpy(bytes, data, size);
-    allowed = strcmp(target, "encode") && strcmp(target, "bpe") ? size + ROOM : SIZE_MAX;
+    bool file = strcmp(target, "encode") && strcmp(target, "bpe") && strcmp(target, "grammar");
+    allowed = file ? size + ROOM : SIZE_MAX;
     for (int version = 0; version < 3; version++)
         if (!strcmp(target, versions[version])) model_target(bytes, size, version, false);
     if (!strcmp(target, "gguf")) model_target(bytes, size, -1, false);
@@ -209,6 +380,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!strcmp(target, "tokenizer_bin")) tokenizer_bin_target(bytes, size);
     if (!strcmp(target, "encode")) encode_target(bytes, size);
     if (!strcmp(target, "bpe")) bpe_target(bytes, size);
+    if (!strcmp(target, "grammar")) grammar_target(bytes, size);
     allowed = SIZE_MAX;
     free(bytes);
     return 0;

@@ -20,7 +20,7 @@ from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
 
 SPACE = "▁"
-TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe"]
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe", "grammar"]
 
 
 def vocabulary(byte_fallback, prefix=True, remove=False):
@@ -106,6 +106,13 @@ def write_seeds(folder):
     merges = bytes([ord("o"), ord("n"), ord("c"), ord("e"), 0, 1, ord(" "), ord(" "), 0xC3, 0xA9, ord("1"), ord("2"), ord("'"), ord("s")])
     for pre in range(4):
         (folder / "bpe" / f"{pre}").write_bytes(bytes([pre, len(merges) // 2]) + merges + text + "it's 123\r\n\n 中文。'ſ\t".encode())
+    odd = ['"}', '"}}', "]]", "},", '},{"', '":', '":"', '"]', "[]", "{}", "[[[[", '[{"', '"\\u', "\\", "\\ud83d", "00", "-1", ".5", "e+",
+           "tru", "true", "ue", "null", "l,", "\n", "  ", "\n}", "1,", "é", "😀", "a\"}", ',"":1}']
+    halves = [b"\xc3", b"\xa9\"", b"\xf0\x9f", b"\x98\x80", b"\xed\xa0", b"\xe6\x97"]
+    packed = b"".join(bytes([len(p)]) + p for p in [text.encode() for text in odd] + halves)
+    for head in range(8):
+        (folder / "grammar" / f"{head}").write_bytes(bytes([head, len(odd) + len(halves)]) + packed + text * (1 + head % 4))
+
 
 if __name__ == "__main__":
     write_seeds(Path(sys.argv[1]))

@@ -1,0 +1,695 @@
+// Grammar: which tokens may come next in a JSON text.
+//
+// The bytes of a text drive a pushdown automaton: a state, and a stack of the open arrays and
+// objects. The effect of a token is what it does to both. llamac_grammar_json computes, for each
+// state, the effects of all tokens, and groups the tokens by effect: of 150,000 tokens, most do the
+// same within a string. llamac_grammar_allowed then compares a few hundred effects with the stack,
+// instead of reading the bytes of each token.
+#include "model.h"
+
+enum {
+    MAX_DEPTH = LLAMAC_JSON_DEPTH,
+    MAX_SPACES = LLAMAC_JSON_SPACES,
+    IN_ARRAY = 0, // the two types of containers, one bit each in a stack
+    IN_OBJECT = 1,
+    NEVER = UINT16_MAX, // the cost of what no tokens can complete
+};
+_Static_assert(MAX_DEPTH <= 64, "a stack of containers is 64 bits");
+
+// ----------------------------------------------------------------------------
+// States
+
+// Within a string. A key has the same states, N_IN_STRING higher.
+enum {
+    TEXT_NEXT,
+    ESCAPE_NEXT, // after a backslash
+    HEX_1,       // digits of \uXXXX: this one and three more
+    HEX_2,
+    HEX_3,
+    HEX_4,
+    AFTER_HEX_D, // D800 to DBFF must be followed by \uDC00 to \uDFFF
+    HIGH_3,
+    HIGH_4,
+    LOW_BACKSLASH,
+    LOW_U,
+    LOW_1,
+    LOW_2,
+    TAIL_1, // bytes of a UTF-8 character that are missing, each 80 to BF
+    TAIL_2,
+    TAIL_3,
+    TAIL_E0, // the same, but the next byte is limited: no overlong forms, no surrogates,
+    TAIL_ED, // nothing above U+10FFFF
+    TAIL_F0,
+    TAIL_F4,
+    N_IN_STRING,
+    STRING_ENDS = N_IN_STRING, // pseudo-state
+};
+
+enum {
+    REFUSED,
+    OBJECT_NEXT, // the text begins, and must be an object
+    VALUE_NEXT,
+    ELEMENT_NEXT, // after [: a value or ]
+    FIRST_KEY_NEXT,
+    KEY_NEXT,
+    COLON_NEXT,
+    AFTER_VALUE,
+    AFTER_MINUS, // within a number
+    AFTER_ZERO,
+    IN_INTEGER,
+    AFTER_POINT,
+    IN_FRACTION,
+    AFTER_E,
+    AFTER_E_SIGN,
+    IN_EXPONENT,
+    IN_LITERAL, // one state for each byte of literal_rests
+    IN_STRING = IN_LITERAL + 10,
+    IN_KEY = IN_STRING + N_IN_STRING,
+    N_STATES = IN_KEY + N_IN_STRING,
+    // transitions that depend on the stack
+    OPENS_ARRAY = N_STATES,
+    OPENS_OBJECT,
+    CLOSES_ARRAY,
+    CLOSES_OBJECT,
+    COMMA,
+};
+_Static_assert(COMMA < 256, "transitions are bytes");
+
+static const char literal_rests[] = "rue"
+                                    "alse"
+                                    "ull";
+enum { IN_TRUE = IN_LITERAL, IN_FALSE = IN_TRUE + 3, IN_NULL = IN_FALSE + 4 };
+
+static bool is_json_space(int byte) {
+    return byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
+}
+
+static bool is_digit(int byte) { return byte >= '0' && byte <= '9'; }
+
+static bool between(int low, int byte, int high) { return low <= byte && byte <= high; }
+
+// Returns the value of a hexadecimal digit, or -1.
+static int hex_value(int byte) {
+    if (is_digit(byte)) return byte - '0';
+    byte |= 'a' - 'A';
+    return between('a', byte, 'f') ? byte - 'a' + 10 : -1;
+}
+
+// Returns the state within a string after a byte, STRING_ENDS, or -1.
+static int string_transition(int state, int byte) {
+    int hex = hex_value(byte);
+    switch (state) {
+    case TEXT_NEXT:
+        if (byte == '"') return STRING_ENDS;
+        if (byte == '\\') return ESCAPE_NEXT;
+        if (byte < 0x80) return byte >= 0x20 ? TEXT_NEXT : -1;
+        if (byte == 0xe0) return TAIL_E0;
+        if (byte == 0xed) return TAIL_ED;
+        if (byte == 0xf0) return TAIL_F0;
+        if (byte == 0xf4) return TAIL_F4;
+        if (between(0xc2, byte, 0xdf)) return TAIL_1;
+        if (between(0xe1, byte, 0xef)) return TAIL_2;
+        return between(0xf1, byte, 0xf3) ? TAIL_3 : -1;
+    case ESCAPE_NEXT:
+        if (byte == 'u') return HEX_1;
+        return byte && strchr("\"\\/bfnrt", byte) ? TEXT_NEXT : -1;
+    case HEX_1: return hex < 0 ? -1 : hex == 0xd ? AFTER_HEX_D : HEX_2;
+    case HEX_2: return hex < 0 ? -1 : HEX_3;
+    case HEX_3: return hex < 0 ? -1 : HEX_4;
+    case HEX_4: return hex < 0 ? -1 : TEXT_NEXT;
+    case AFTER_HEX_D: return between(0, hex, 7) ? HEX_3 : between(8, hex, 0xb) ? HIGH_3 : -1;
+    case HIGH_3: return hex < 0 ? -1 : HIGH_4;
+    case HIGH_4: return hex < 0 ? -1 : LOW_BACKSLASH;
+    case LOW_BACKSLASH: return byte == '\\' ? LOW_U : -1;
+    case LOW_U: return byte == 'u' ? LOW_1 : -1;
+    case LOW_1: return hex == 0xd ? LOW_2 : -1;
+    case LOW_2: return hex >= 0xc ? HEX_3 : -1;
+    case TAIL_1: return between(0x80, byte, 0xbf) ? TEXT_NEXT : -1;
+    case TAIL_2: return between(0x80, byte, 0xbf) ? TAIL_1 : -1;
+    case TAIL_3: return between(0x80, byte, 0xbf) ? TAIL_2 : -1;
+    case TAIL_E0: return between(0xa0, byte, 0xbf) ? TAIL_1 : -1;
+    case TAIL_ED: return between(0x80, byte, 0x9f) ? TAIL_1 : -1;
+    case TAIL_F0: return between(0x90, byte, 0xbf) ? TAIL_2 : -1;
+    case TAIL_F4: return between(0x80, byte, 0x8f) ? TAIL_2 : -1;
+    }
+    return -1;
+}
+
+static int value_transition(int byte) {
+    switch (byte) {
+    case '{': return OPENS_OBJECT;
+    case '[': return OPENS_ARRAY;
+    case '"': return IN_STRING + TEXT_NEXT;
+    case '-': return AFTER_MINUS;
+    case '0': return AFTER_ZERO;
+    case 't': return IN_TRUE;
+    case 'f': return IN_FALSE;
+    case 'n': return IN_NULL;
+    }
+    return is_digit(byte) ? IN_INTEGER : REFUSED;
+}
+
+static int after_value_transition(int byte) {
+    if (is_json_space(byte)) return AFTER_VALUE;
+    return byte == ',' ? COMMA : byte == ']' ? CLOSES_ARRAY : byte == '}' ? CLOSES_OBJECT : REFUSED;
+}
+
+// Returns the state after a byte, or the transition that depends on the stack.
+static int transition(int state, int byte) {
+    if (state >= IN_STRING) {
+        bool key = state >= IN_KEY;
+        int first = key ? IN_KEY : IN_STRING, next = string_transition(state - first, byte);
+        if (next == STRING_ENDS) return key ? COLON_NEXT : AFTER_VALUE;
+        return next < 0 ? REFUSED : first + next;
+    }
+    if (state >= IN_LITERAL) {
+        if (byte != literal_rests[state - IN_LITERAL]) return REFUSED;
+        bool last = state + 1 == IN_FALSE || state + 1 == IN_NULL || state + 1 == IN_STRING;
+        return last ? AFTER_VALUE : state + 1;
+    }
+    if (state <= COLON_NEXT && is_json_space(byte)) return state;
+    bool exponent = byte == 'e' || byte == 'E';
+    switch (state) {
+    case OBJECT_NEXT: return byte == '{' ? OPENS_OBJECT : REFUSED;
+    case VALUE_NEXT: return value_transition(byte);
+    case ELEMENT_NEXT: return byte == ']' ? CLOSES_ARRAY : value_transition(byte);
+    case FIRST_KEY_NEXT:
+        if (byte == '}') return CLOSES_OBJECT; // fallthrough
+    case KEY_NEXT: return byte == '"' ? IN_KEY + TEXT_NEXT : REFUSED;
+    case COLON_NEXT: return byte == ':' ? VALUE_NEXT : REFUSED;
+    case AFTER_MINUS: return byte == '0' ? AFTER_ZERO : is_digit(byte) ? IN_INTEGER : REFUSED;
+    case IN_INTEGER:
+        if (is_digit(byte)) return IN_INTEGER; // fallthrough
+    case AFTER_ZERO:
+        if (byte == '.') return AFTER_POINT;
+        return exponent ? AFTER_E : after_value_transition(byte);
+    case AFTER_POINT: return is_digit(byte) ? IN_FRACTION : REFUSED;
+    case IN_FRACTION:
+        if (is_digit(byte)) return IN_FRACTION;
+        return exponent ? AFTER_E : after_value_transition(byte);
+    case AFTER_E:
+        if (byte == '+' || byte == '-') return AFTER_E_SIGN; // fallthrough
+    case AFTER_E_SIGN: return is_digit(byte) ? IN_EXPONENT : REFUSED;
+    case IN_EXPONENT: return is_digit(byte) ? IN_EXPONENT : after_value_transition(byte);
+    case AFTER_VALUE: return after_value_transition(byte);
+    }
+    return REFUSED;
+}
+
+// Returns whether a value may end here.
+static bool ends_value(int state) {
+    return state == AFTER_VALUE || state == AFTER_ZERO || state == IN_INTEGER
+           || state == IN_FRACTION || state == IN_EXPONENT;
+}
+
+// ----------------------------------------------------------------------------
+// Effects
+
+// What a token does from a state. Bit 0 of a stack is the innermost container.
+typedef struct {
+    uint64_t opened;   // containers that the token opens and leaves open
+    uint64_t expected; // containers that must be open before it, because it closes them, or because
+                       // what follows a comma depends on the innermost one
+    uint8_t n_closed;  // number of containers that were open before and that it closes
+    uint8_t n_opened, n_expected;
+    uint8_t peak; // max depth within the token, relative to the depth before it
+    uint8_t first_spaces, last_spaces; // bytes of whitespace outside strings at both ends
+    uint8_t blank;                     // nothing but such whitespace
+    uint8_t end;                       // the state after it
+} Effect;
+_Static_assert(sizeof(Effect) == 24, "effects are compared by memcmp, so they have no padding");
+
+// Shifts that allow 64 bits.
+static uint64_t shift_left(uint64_t x, int n) { return n < 64 ? x << n : 0; }
+static uint64_t shift_right(uint64_t x, int n) { return n < 64 ? x >> n : 0; }
+
+// A token that has been read in part.
+typedef struct {
+    Effect effect;
+    int state, spaces; // spaces: whitespace up to here
+    bool only_spaces;
+} Partial;
+
+// Returns whether the token has neither opened nor met the container that is the innermost now.
+static bool innermost_is_unknown(const Effect *e) {
+    return e->n_opened == 0 && e->n_expected == e->n_closed;
+}
+
+// Assumes the type of the innermost container. Returns false if the token nests too deep.
+static bool expect(Effect *e, int type) {
+    if (e->n_expected == MAX_DEPTH) return false;
+    e->expected |= (uint64_t)type << e->n_expected++;
+    return true;
+}
+
+// Returns the type of the innermost container, which must be known.
+static int innermost(const Effect *e) {
+    return (e->n_opened ? e->opened : e->expected >> e->n_closed) & 1;
+}
+
+static bool open_container(Effect *e, int type) {
+    int rise = e->n_opened - e->n_closed + 1;
+    if (e->n_opened == MAX_DEPTH || rise > MAX_DEPTH) return false;
+    e->opened = e->opened << 1 | type;
+    e->n_opened++;
+    if (rise > e->peak) e->peak = rise;
+    return true;
+}
+
+static bool close_container(Effect *e, int type) {
+    if (innermost_is_unknown(e) && !expect(e, type)) return false;
+    if (innermost(e) != type) return false;
+    if (e->n_opened) e->opened >>= 1, e->n_opened--;
+    else e->n_closed++;
+    return true;
+}
+
+// Reads a byte. Returns false if it is refused.
+static bool read_byte(Partial *p, int next, bool space) {
+    p->spaces = space ? p->spaces + 1 : 0;
+    if (p->spaces > MAX_SPACES) return false;
+    p->only_spaces &= space;
+    if (p->only_spaces) p->effect.first_spaces++;
+    p->state = next;
+    switch (next) {
+    case REFUSED: return false;
+    case OPENS_ARRAY: p->state = ELEMENT_NEXT; return open_container(&p->effect, IN_ARRAY);
+    case OPENS_OBJECT: p->state = FIRST_KEY_NEXT; return open_container(&p->effect, IN_OBJECT);
+    case CLOSES_ARRAY: p->state = AFTER_VALUE; return close_container(&p->effect, IN_ARRAY);
+    case CLOSES_OBJECT: p->state = AFTER_VALUE; return close_container(&p->effect, IN_OBJECT);
+    case COMMA:
+        if (innermost_is_unknown(&p->effect)) return false; // see find_effects
+        p->state = innermost(&p->effect) == IN_OBJECT ? KEY_NEXT : VALUE_NEXT;
+    }
+    return true;
+}
+
+struct llamac_grammar {
+    const llamac_model *model;
+    int vocab_size, first_state; // first_state: of a text
+    // the text so far; the outermost container is bit depth - 1 of the stack
+    int state, spaces, depth;
+    uint64_t stack;
+    uint8_t *allowed; // (vocab_size,)
+
+    uint8_t transitions[N_STATES][256];
+    Effect *effects; // by state
+    int first_effect[N_STATES + 1];
+    int *tokens;      // by effect; ascending within one
+    int *first_token; // (n_effects + 1,)
+    // the effect that most tokens of a state have, and a mask of these tokens to copy; NULL: few
+    int common_effect[N_STATES];
+    uint8_t *common[N_STATES];
+
+    struct Closing *closings;
+    int n_closings;
+    uint16_t closed_by_bytes[N_STATES]; // see affordable
+    // Min tokens that complete a text, by depth and state, for the stack `priced` of depth
+    // `priced_depth`. Row d belongs to the d outermost containers, and depends on no others.
+    uint16_t costs[MAX_DEPTH + 1][N_STATES];
+    uint64_t priced;
+    int priced_depth;
+};
+
+// Finds the effects of a token of n bytes from a state. Returns their number, 0 to 2.
+//
+// A comma is followed by a key or by a value, depending on a container that the token may not have
+// met. Such a comma has two effects, one for each type. Both go on while a string follows; one of
+// them ends at the colon, comma or bracket after it, which is before the next such comma.
+static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, size_t n,
+                        Effect out[2]) {
+    Partial parts[2] = {{.state = state, .only_spaces = state < IN_STRING}};
+    int n_parts = 1;
+    for (size_t i = 0; i < n && n_parts; i++) {
+        bool comma = g->transitions[parts[0].state][s[i]] == COMMA;
+        if (n_parts == 1 && comma && innermost_is_unknown(&parts[0].effect)) {
+            parts[1] = parts[0];
+            if (!expect(&parts[0].effect, IN_ARRAY) || !expect(&parts[1].effect, IN_OBJECT))
+                return 0;
+            n_parts = 2;
+        }
+        int kept = 0;
+        for (int k = 0; k < n_parts; k++) {
+            bool space = parts[k].state < IN_STRING && is_json_space(s[i]);
+            if (read_byte(&parts[k], g->transitions[parts[k].state][s[i]], space))
+                parts[kept++] = parts[k];
+        }
+        n_parts = kept;
+    }
+    for (int k = 0; k < n_parts; k++) {
+        out[k] = parts[k].effect;
+        out[k].last_spaces = parts[k].spaces;
+        out[k].blank = parts[k].only_spaces;
+        out[k].end = parts[k].state;
+    }
+    return n_parts;
+}
+
+static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected, int peak) {
+    uint64_t read = ~shift_left(~(uint64_t)0, n_expected);
+    return depth >= n_expected && !((stack ^ expected) & read) && depth + peak <= MAX_DEPTH;
+}
+
+// ----------------------------------------------------------------------------
+// Costs
+//
+// The cost of a state and a stack is the number of tokens that complete the text. It counts only
+// tokens that leave no container open that they opened, so the cost of a stack depends on its outer
+// parts alone: a token stays at its depth or closes some containers. It counts no token that begins
+// with whitespace, so the cost does not depend on the whitespace before. Every container can be
+// closed so, because llamac_grammar_json requires the brackets as tokens of one byte. The cost is
+// consistent: from every state, some token lowers it by 1. So a text whose cost is within the
+// budget never leaves it.
+
+// An effect that a completion may have.
+typedef struct Closing {
+    uint64_t expected;
+    uint8_t n_expected, n_closed, peak, start, end;
+} Closing;
+
+// Computes the costs at a depth. Those at all smaller depths must have been computed.
+static void price(llamac_grammar *g, uint64_t stack, int depth) {
+    uint16_t *costs = g->costs[depth];
+    for (int state = 0; state < N_STATES; state++)
+        costs[state] = depth == 0 && ends_value(state) ? 0 : NEVER;
+    if (depth == 0) costs[OBJECT_NEXT] = 2; // {}, if no token has both
+    for (bool lowered = true; lowered;) {
+        lowered = false;
+        for (int i = 0; i < g->n_closings; i++) {
+            const Closing *c = &g->closings[i];
+            int cost = c->n_closed > depth ? NEVER : g->costs[depth - c->n_closed][c->end] + 1;
+            if (cost >= costs[c->start]) continue;
+            if (!matches(stack, depth, c->expected, c->n_expected, c->peak)) continue;
+            costs[c->start] = cost;
+            lowered = true;
+        }
+    }
+}
+
+// Returns how many of the outermost containers two stacks have in common.
+static int common_depth(uint64_t a, int depth_a, uint64_t b, int depth_b) {
+    int depth = depth_a < depth_b ? depth_a : depth_b;
+    uint64_t difference = shift_right(a, depth_a - depth) ^ shift_right(b, depth_b - depth);
+    difference &= ~shift_left(~(uint64_t)0, depth);
+    return difference ? __builtin_clzll(difference) - (64 - depth) : depth;
+}
+
+// Returns the costs of all states with this stack.
+static const uint16_t *costs_of(llamac_grammar *g, uint64_t stack, int depth) {
+    int known = common_depth(g->priced, g->priced_depth, stack, depth);
+    for (int d = known + 1; d <= depth; d++) price(g, shift_right(stack, depth - d), d);
+    // deeper rows stay valid if `stack` is an outer part of `priced`
+    if (known < depth) g->priced = stack, g->priced_depth = depth;
+    return g->costs[depth];
+}
+
+// ----------------------------------------------------------------------------
+// Tokens that are allowed
+
+static bool applies(const llamac_grammar *g, const Effect *e) {
+    return g->spaces + e->first_spaces <= MAX_SPACES
+           && matches(g->stack, g->depth, e->expected, e->n_expected, e->peak);
+}
+
+static int depth_after(const llamac_grammar *g, const Effect *e) {
+    return g->depth - e->n_closed + e->n_opened;
+}
+
+static uint64_t stack_after(const llamac_grammar *g, const Effect *e) {
+    return shift_left(shift_right(g->stack, e->n_closed), e->n_opened) | e->opened;
+}
+
+// Returns whether the text can be completed with `left` tokens, one with this effect included.
+// `closed_by_bytes` is the cost to end the value, whatever the stack is; a closing bracket for each
+// container follows. This bound spares most calls to costs_of.
+static bool affordable(llamac_grammar *g, const Effect *e, int left) {
+    int depth = depth_after(g, e), bound = g->closed_by_bytes[e->end];
+    if (bound != NEVER && bound + depth < left) return true;
+    int cost = costs_of(g, stack_after(g, e), depth)[e->end];
+    return cost != NEVER && cost < left;
+}
+
+const uint8_t *llamac_grammar_allowed(llamac_grammar *g, int left) {
+    if (!g) return NULL;
+    int common = g->common[g->state] ? g->common_effect[g->state] : -1;
+    const Effect *most = common >= 0 ? &g->effects[common] : NULL;
+    if (most && applies(g, most) && affordable(g, most, left))
+        memcpy(g->allowed, g->common[g->state], g->vocab_size);
+    else memset(g->allowed, 0, g->vocab_size);
+    for (int i = g->first_effect[g->state]; i < g->first_effect[g->state + 1]; i++) {
+        const Effect *e = &g->effects[i];
+        if (i == common || !applies(g, e) || !affordable(g, e, left)) continue;
+        for (int k = g->first_token[i]; k < g->first_token[i + 1]; k++)
+            g->allowed[g->tokens[k]] = 1;
+    }
+    const Tokenizer *t = &g->model->tokenizer;
+    const int ends[] = {t->bos, t->eos, t->eot, g->model->stop};
+    for (int i = 0; i < 4; i++)
+        if (ends[i] >= 0 && ends[i] < g->vocab_size)
+            g->allowed[ends[i]] = llamac_grammar_complete(g) && llamac_ends(g->model, ends[i]);
+    return g->allowed;
+}
+
+// Returns whether a token has the effect, by bisection.
+static bool has_effect(const llamac_grammar *g, int effect, int token) {
+    int lo = g->first_token[effect], hi = g->first_token[effect + 1];
+    while (lo < hi) {
+        int middle = lo + (hi - lo) / 2;
+        if (g->tokens[middle] < token) lo = middle + 1;
+        else hi = middle;
+    }
+    return lo < g->first_token[effect + 1] && g->tokens[lo] == token;
+}
+
+bool llamac_grammar_accept(llamac_grammar *g, int token) {
+    if (!g) return false;
+    if (llamac_ends(g->model, token)) return llamac_grammar_complete(g);
+    for (int i = g->first_effect[g->state]; i < g->first_effect[g->state + 1]; i++) {
+        const Effect *e = &g->effects[i];
+        if (!applies(g, e) || !has_effect(g, i, token)) continue;
+        if (!affordable(g, e, INT32_MAX)) return false;
+        g->spaces = e->blank ? g->spaces + e->last_spaces : e->last_spaces;
+        g->stack = stack_after(g, e);
+        g->depth = depth_after(g, e);
+        g->state = e->end;
+        return true;
+    }
+    return false;
+}
+
+bool llamac_grammar_complete(const llamac_grammar *g) {
+    return g && g->depth == 0 && ends_value(g->state);
+}
+
+void llamac_grammar_reset(llamac_grammar *g) {
+    if (!g) return;
+    g->state = g->first_state;
+    g->spaces = g->depth = 0;
+    g->stack = 0;
+}
+
+// ----------------------------------------------------------------------------
+// Building the grammar of a vocabulary
+
+// The texts of all tokens, and growing arrays.
+typedef struct {
+    Text texts;
+    size_t *begin;       // (vocab_size + 1,) where each token begins in `texts`
+    int *order;          // tokens by their first byte
+    int first_with[257]; // where the tokens of each first byte begin in `order`
+    Text found;          // TokenEffects of one state
+    Text effects, tokens, first_token, closings; // arrays of the grammar
+} Builder;
+
+typedef struct {
+    Effect effect;
+    int token;
+} TokenEffect;
+
+static int compare_effects(const void *a, const void *b) {
+    const TokenEffect *x = a, *y = b;
+    int order = memcmp(&x->effect, &y->effect, sizeof x->effect);
+    return order ? order : x->token - y->token;
+}
+
+static void append_int(Text *array, int value) { append(array, (char *)&value, sizeof value); }
+
+// Reads the texts of all tokens that a text may contain; the others become "".
+static bool read_texts(Builder *b, const llamac_model *m, Error *e) {
+    const Tokenizer *t = &m->tokenizer;
+    CHECK((b->begin = resize(NULL, t->vocab_size + 1, sizeof *b->begin)), no_memory);
+    for (int i = 0; i < t->vocab_size; i++) {
+        int type = t->pieces[i].type;
+        bool used = type != UNKNOWN && type != UNUSED && !llamac_ends(m, i);
+        size_t n = used ? llamac_decode(m, -1, i, NULL, 0) : 0;
+        char room[64], *s = n > sizeof room ? resize(NULL, n, 1) : room;
+        CHECK(s, no_memory);
+        llamac_decode(m, -1, i, s, n);
+        b->begin[i] = b->texts.n;
+        append(&b->texts, s, n);
+        if (s != room) free(s);
+    }
+    b->begin[t->vocab_size] = b->texts.n;
+    CHECK(!b->texts.failed, no_memory);
+    return true;
+}
+
+// Sorts the tokens by their first byte, because most states allow only a few bytes.
+static bool sort_by_first_byte(Builder *b, int vocab_size, Error *e) {
+    CHECK((b->order = resize(NULL, vocab_size, sizeof *b->order)), no_memory);
+    const uint8_t *texts = (uint8_t *)b->texts.s;
+    int next[256] = {0}; // first the number of tokens, then where to put the next one
+    for (int i = 0; i < vocab_size; i++)
+        if (b->begin[i + 1] > b->begin[i]) next[texts[b->begin[i]]]++;
+    for (int byte = 0; byte < 256; byte++) {
+        b->first_with[byte + 1] = b->first_with[byte] + next[byte];
+        next[byte] = b->first_with[byte];
+    }
+    for (int i = 0; i < vocab_size; i++)
+        if (b->begin[i + 1] > b->begin[i]) b->order[next[texts[b->begin[i]]]++] = i;
+    return true;
+}
+
+// Requires the characters of JSON's structure as tokens of one byte.
+static bool require_structure(const Builder *b, const llamac_model *m, Error *e) {
+    bool present[256] = {false};
+    for (int i = 0; i < m->tokenizer.vocab_size; i++)
+        if (b->begin[i + 1] - b->begin[i] == 1) present[(uint8_t)b->texts.s[b->begin[i]]] = true;
+    for (const char *c = "{}[]:,\""; *c; c++)
+        CHECK(present[(uint8_t)*c],
+              "the vocabulary cannot write JSON: no token is the character %c", *c);
+    return true;
+}
+
+// Appends the effects of a token from a state to b->found.
+static void add_effects(const llamac_grammar *g, Builder *b, int state, int token) {
+    const uint8_t *s = (uint8_t *)b->texts.s + b->begin[token];
+    Effect effects[2];
+    int n = find_effects(g, state, s, b->begin[token + 1] - b->begin[token], effects);
+    for (int i = 0; i < n; i++) {
+        TokenEffect found = {.effect = effects[i], .token = token};
+        append(&b->found, (char *)&found, sizeof found);
+    }
+}
+
+// Appends the effects from a state, and the tokens that have each of them.
+static void add_state(llamac_grammar *g, Builder *b, int state) {
+    b->found.n = 0;
+    for (int byte = 0; byte < 256; byte++) {
+        bool refused = g->transitions[state][byte] == REFUSED;
+        int first = b->first_with[byte], last = refused ? first : b->first_with[byte + 1];
+        for (int k = first; k < last; k++) add_effects(g, b, state, b->order[k]);
+    }
+    const TokenEffect *found = (TokenEffect *)b->found.s;
+    int n_found = (int)(b->found.n / sizeof *found);
+    if (n_found) qsort(b->found.s, n_found, sizeof *found, compare_effects);
+    for (int i = 0; i < n_found; i++) {
+        const Effect *e = &found[i].effect;
+        if (i == 0 || memcmp(e, &found[i - 1].effect, sizeof *e)) {
+            append(&b->effects, (char *)e, sizeof *e);
+            append_int(&b->first_token, (int)(b->tokens.n / sizeof(int)));
+            bool stays = e->n_closed == 0 && e->end == state;
+            if (e->n_opened == 0 && e->first_spaces == 0 && !stays) {
+                Closing c = {e->expected, e->n_expected, e->n_closed, e->peak, state, e->end};
+                append(&b->closings, (char *)&c, sizeof c);
+            }
+        }
+        append_int(&b->tokens, found[i].token);
+    }
+}
+
+// Makes a mask for the effect that most tokens of a state have, if they are so many that copying
+// the mask is faster than setting a byte for each token.
+static bool find_common(llamac_grammar *g, int state) {
+    int most = 0, *common = &g->common_effect[state];
+    for (int i = g->first_effect[state]; i < g->first_effect[state + 1]; i++) {
+        int n = g->first_token[i + 1] - g->first_token[i];
+        if (n > most) most = n, *common = i;
+    }
+    if (most <= g->vocab_size / 16) return true;
+    if (!(g->common[state] = calloc(g->vocab_size, 1))) return false;
+    for (int k = g->first_token[*common]; k < g->first_token[*common + 1]; k++)
+        g->common[state][g->tokens[k]] = 1;
+    return true;
+}
+
+static bool build(llamac_grammar *g, Builder *b, Error *e) {
+    TRY(read_texts(b, g->model, e));
+    TRY(require_structure(b, g->model, e));
+    TRY(sort_by_first_byte(b, g->vocab_size, e));
+    CHECK((g->allowed = calloc(g->vocab_size, 1)), no_memory);
+    for (int i = 0; i < N_STATES * 256; i++)
+        g->transitions[i / 256][i % 256] = transition(i / 256, i % 256);
+    for (int state = 0; state < N_STATES; state++) {
+        g->first_effect[state] = (int)(b->effects.n / sizeof(Effect));
+        add_state(g, b, state);
+    }
+    g->first_effect[N_STATES] = (int)(b->effects.n / sizeof(Effect));
+    append_int(&b->first_token, (int)(b->tokens.n / sizeof(int)));
+    g->effects = (Effect *)b->effects.s, b->effects.s = NULL;
+    g->tokens = (int *)b->tokens.s, b->tokens.s = NULL;
+    g->first_token = (int *)b->first_token.s, b->first_token.s = NULL;
+    g->closings = (Closing *)b->closings.s, b->closings.s = NULL;
+    g->n_closings = (int)(b->closings.n / sizeof(Closing));
+    bool ok = !b->found.failed && !b->effects.failed && !b->tokens.failed && !b->first_token.failed
+              && !b->closings.failed;
+    for (int state = 0; ok && state < N_STATES; state++) ok = find_common(g, state);
+    CHECK(ok, no_memory);
+    return true;
+}
+
+// Fills in closed_by_bytes: the cost to reach AFTER_VALUE by tokens that neither read the stack nor
+// nest deeper.
+static void price_values(llamac_grammar *g) {
+    for (int state = 0; state < N_STATES; state++) g->closed_by_bytes[state] = NEVER;
+    g->closed_by_bytes[AFTER_VALUE] = 0;
+    g->closed_by_bytes[OBJECT_NEXT] = 2;
+    for (bool lowered = true; lowered;) {
+        lowered = false;
+        for (int i = 0; i < g->n_closings; i++) {
+            const Closing *c = &g->closings[i];
+            int cost = g->closed_by_bytes[c->end] + 1;
+            if (c->n_expected || c->peak || cost >= g->closed_by_bytes[c->start]) continue;
+            g->closed_by_bytes[c->start] = cost;
+            lowered = true;
+        }
+    }
+}
+
+llamac_grammar *llamac_grammar_json(const llamac_model *m, bool object, Error *e) {
+    if (!m) return fail(e, no_model), NULL;
+    if (!m->tokenizer.pieces) {
+        fail(e, "it has no tokenizer");
+        return llamac_name_file(m->path, e), NULL;
+    }
+    llamac_grammar *g = calloc(1, sizeof *g);
+    if (!g) return fail(e, no_memory), NULL;
+    g->model = m;
+    g->vocab_size = m->tokenizer.vocab_size;
+    g->first_state = object ? OBJECT_NEXT : VALUE_NEXT;
+    llamac_grammar_reset(g);
+    Builder b = {0};
+    bool ok = build(g, &b, e);
+    Text *texts[] = {&b.texts, &b.found, &b.effects, &b.tokens, &b.first_token, &b.closings};
+    for (int i = 0; i < 6; i++) free(texts[i]->s);
+    free(b.begin);
+    free(b.order);
+    if (!ok) {
+        llamac_grammar_free(g);
+        return llamac_name_file(m->path, e), NULL;
+    }
+    price_values(g);
+    price(g, 0, 0);
+    return g;
+}
+
+void llamac_grammar_free(llamac_grammar *g) {
+    if (!g) return;
+    free(g->allowed);
+    free(g->effects);
+    free(g->tokens);
+    free(g->first_token);
+    free(g->closings);
+    for (int state = 0; state < N_STATES; state++) free(g->common[state]);
+    free(g);
+}
