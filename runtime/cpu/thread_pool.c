@@ -5,8 +5,8 @@
 #include "thread_pool.h"
 
 enum {
-    SLICES = 8,           // max slices of a share
-    MIN_SLICE = 20000,    // min multiplications of a slice, except for the first and the last one
+    SLICES = 16,          // max slices of a share
+    MIN_SLICE = 30000,    // min multiplications of a slice, except for the first and the last one
     GROUP = 4,            // max children of a node in the barrier's tree
     PAUSES_PER_CLOCK = 4, // pauses of a waiting worker between two readings of the clock
     HELP_AFTER = 300,     // nanoseconds before a waiting worker takes slices of others
@@ -65,17 +65,19 @@ typedef struct {
                                      // last reading, and the last offer of the core
 } Wait;
 
-// Pauses, and updates w->waited now and then. Offers the core to other threads during long waits,
-// because the awaited thread may need it.
-static void pause_briefly(const ThreadPool *pool, Wait *w) {
+// Pauses. Every PAUSES_PER_CLOCK pauses, updates w->waited and returns true. Offers the core to
+// other threads during long waits, because the awaited thread may need it.
+static bool pause_briefly(const ThreadPool *pool, Wait *w) {
     PAUSE();
-    if (++w->pauses % PAUSES_PER_CLOCK) return;
+    if (++w->pauses % PAUSES_PER_CLOCK) return false;
     uint64_t now = ticks();
     if (w->pauses == PAUSES_PER_CLOCK) w->begin = now;
     w->waited = now - w->begin;
-    if (w->waited - w->yielded < pool->yield_ticks) return;
-    w->yielded = w->waited;
-    sched_yield();
+    if (w->waited - w->yielded >= pool->yield_ticks) {
+        w->yielded = w->waited;
+        sched_yield();
+    }
+    return true;
 }
 
 // ----------------------------------------------------------------------------
@@ -91,7 +93,9 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
 // slices are large and the last ones small, so that all workers finish at nearly the same time. No
 // slice is larger than a quarter of the share, because a slow core may be late with it.
 static int slice_start(int begin, int end, int slice) {
-    static const uint8_t left[SLICES + 1] = {64, 48, 36, 27, 20, 14, 8, 4, 0}; // 1/64 of the share
+    // what is left of the share at the begin of each slice, in 1/64 of the share
+    static const uint8_t left[SLICES + 1] = {64, 48, 44, 40, 36, 32, 28, 24, 20,
+                                             17, 14, 11, 8,  6,  4,  2,  0};
     return end - (int)((int64_t)(end - begin) * left[slice] / 64);
 }
 
@@ -141,28 +145,36 @@ static void take_slices(Worker *self, int i) {
     if (done) count_finished(pool, self->step, i, done);
 }
 
-// Returns whether all slices of all steps up to this one are finished.
-static bool is_finished(const ThreadPool *pool, unsigned step) {
-    const Node *root = pool->root;
-    unsigned finished = atomic_load_explicit(&root->finished, memory_order_acquire);
-    return (int)(finished - (step + 1) * root->per_step) >= 0;
+// Returns whether a node has counted all that it counts in the steps up to this one.
+static bool is_complete(const Node *node, unsigned step) {
+    unsigned finished = atomic_load_explicit(&node->finished, memory_order_acquire);
+    return (int)(finished - (step + 1) * node->per_step) >= 0;
+}
+
+// Takes slices of the shares that one leaf counts, unless they are all finished.
+static void help(Worker *self, int leaf) {
+    ThreadPool *pool = self->pool;
+    if (is_complete(&pool->workers[leaf].node, self->step)) return;
+    int me = (int)(self - pool->workers);
+    for (int i = 1; i <= GROUP; i++) {
+        int share = leaf * GROUP + (me + i) % GROUP;
+        if (share != me && share < pool->n_threads) take_slices(self, share);
+    }
 }
 
 // Runs this worker's share of its step, waits until the whole step is finished, and moves on to the
-// next step. Takes slices of the others only if they are late, and once: reading their `taken`
-// sooner would take its cache line away from them.
+// next step. Helps the others only if they are late: reading their `taken` sooner would take its
+// cache line away from them. For the same reason, helps each group once, and one group at a time:
+// the barrier of many workers takes longer than HELP_AFTER even if none of them is late.
 static void run_step(Worker *self) {
     ThreadPool *pool = self->pool;
-    int me = (int)(self - pool->workers), n = pool->n_threads;
+    int me = (int)(self - pool->workers), leaves = (pool->n_threads + GROUP - 1) / GROUP;
     self->prepared = false; // this worker's buffers still hold activations of an earlier step
     take_slices(self, me);
     Wait wait = {0};
-    bool helped = false;
-    while (!is_finished(pool, self->step)) {
-        pause_briefly(pool, &wait);
-        if (helped || wait.waited < pool->help_ticks) continue;
-        for (int i = 1; i < n; i++) take_slices(self, (me + i) % n);
-        helped = true;
+    for (int helped = 0; !is_complete(pool->root, self->step);) {
+        if (pause_briefly(pool, &wait) && wait.waited >= pool->help_ticks && helped < leaves)
+            help(self, (me / GROUP + helped++) % leaves);
     }
     self->step++;
 }
