@@ -9,7 +9,7 @@ enum {
     MIN_SLICE = 30000,    // min multiplications of a slice, except for the first and the last one
     GROUP = 4,            // max children of a node in the barrier's tree
     PAUSES_PER_CLOCK = 4, // pauses of a waiting worker between two readings of the clock
-    HELP_AFTER = 300,     // nanoseconds before a waiting worker takes slices of others
+    HELP_AFTER = 200,     // nanoseconds from the first reading to help; about 300 with the pauses
     YIELD_AFTER = 20000,  // nanoseconds between two offers of the core to other threads
     SLEEP_AFTER = 200000, // nanoseconds before a worker without steps sleeps
     // min multiplications per step, on average over a list of steps, for workers to share the list
