@@ -61,18 +61,20 @@ static double ticks_per_second(void) {
 // The wait of a worker for another thread, all zero when it begins.
 typedef struct {
     unsigned pauses;
-    uint64_t begin, waited, yielded; // ticks: the first reading of the clock; after `begin`: the
-                                     // last reading, and the last offer of the core
+    uint64_t last;    // ticks at the last reading of the clock
+    uint64_t waited;  // ticks between the first reading and the last one
+    uint64_t yielded; // `waited` at the last offer of the core
 } Wait;
 
 // Pauses. Every PAUSES_PER_CLOCK pauses, updates w->waited and returns true. Offers the core to
-// other threads during long waits, because the awaited thread may need it.
+// other threads during long waits, because the awaited thread may need it. A long time between two
+// readings does not count: the system had suspended this worker, and perhaps the awaited thread too.
 static bool pause_briefly(const ThreadPool *pool, Wait *w) {
     PAUSE();
     if (++w->pauses % PAUSES_PER_CLOCK) return false;
-    uint64_t now = ticks();
-    if (w->pauses == PAUSES_PER_CLOCK) w->begin = now;
-    w->waited = now - w->begin;
+    uint64_t now = ticks(), since = now - w->last;
+    w->last = now;
+    if (since < pool->yield_ticks) w->waited += since; // false at the first reading, too
     if (w->waited - w->yielded >= pool->yield_ticks) {
         w->yielded = w->waited;
         sched_yield();
