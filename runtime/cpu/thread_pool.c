@@ -1,21 +1,89 @@
 // The thread pool. thread_pool.h describes how workers share a step.
 #define _DEFAULT_SOURCE // declare POSIX functions under -std=c11
 #include <sched.h>
+#include "../os.h"
 #include "thread_pool.h"
 
-#if defined(__x86_64__)
-#define PAUSE() __builtin_ia32_pause()
-#else
-#define PAUSE() (void)0
-#endif
-
 enum {
-    SLICES = 4,                 // slices of a share
-    SPINS_BEFORE_HELP = 16,     // before a worker takes slices of others; about 300 nanoseconds
-    SPINS_BEFORE_SLEEP = 20000, // of a worker without steps; about 200 microseconds
+    SLICES = 16,          // max slices of a share
+    MIN_SLICE = 30000,    // min multiplications of a slice, except for the first and the last one
+    GROUP = 4,            // max children of a node in the barrier's tree
+    PAUSES_PER_CLOCK = 4, // pauses of a waiting worker between two readings of the clock
+    HELP_AFTER = 200,     // nanoseconds from the first reading to help; about 300 with the pauses
+    YIELD_AFTER = 20000,  // nanoseconds between two offers of the core to other threads
+    SLEEP_AFTER = 200000, // nanoseconds before a worker without steps sleeps
     // min multiplications per step, on average over a list of steps, for workers to share the list
     MIN_WORK = 20000,
 };
+
+// ----------------------------------------------------------------------------
+// Waiting
+
+// Waits are limited by time, because a pause takes 10 to 50 nanoseconds, depending on the model of
+// the processor. The clock is the processor's own counter: it is read in about 20 nanoseconds, and
+// never needs a system call, which clock_gettime does on some virtual machines.
+
+// PAUSE lets the other threads of the core run, saves energy, and keeps speculative loads of the
+// awaited cache line from delaying its owner. On ARM, `yield` does nothing in most processors, and
+// `isb` takes about as long as the pause of x86.
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+static uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("isb" ::: "memory")
+static uint64_t ticks(void) {
+    uint64_t ticks;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(ticks));
+    return ticks;
+}
+#else
+#define PAUSE() (void)0
+static uint64_t ticks(void) { return (uint64_t)(llamac_seconds() * 1e9); }
+#endif
+
+// Returns how many ticks a second has, measured for 20 microseconds.
+static double measure_ticks(void) {
+    double begin = llamac_seconds(), end;
+    uint64_t first = ticks();
+    do end = llamac_seconds();
+    while (end - begin < 20e-6);
+    return (ticks() - first) / (end - begin);
+}
+
+// Returns how many ticks a second has: the median of three measurements, because the system may
+// suspend the thread between two readings of the clocks.
+static double ticks_per_second(void) {
+    double a = measure_ticks(), b = measure_ticks(), c = measure_ticks();
+    double low = a < b ? a : b, high = a < b ? b : a;
+    return c < low ? low : c > high ? high : c;
+}
+
+// The wait of a worker for another thread, all zero when it begins.
+typedef struct {
+    unsigned pauses;
+    uint64_t last;    // ticks at the last reading of the clock
+    uint64_t waited;  // ticks between the first reading and the last one
+    uint64_t yielded; // `waited` at the last offer of the core
+} Wait;
+
+// Pauses. Every PAUSES_PER_CLOCK pauses, updates w->waited and returns true. Offers the core to
+// other threads during long waits, because the awaited thread may need it. A long time between two
+// readings does not count: the system had suspended this worker, and perhaps the awaited thread too.
+static bool pause_briefly(const ThreadPool *pool, Wait *w) {
+    PAUSE();
+    if (++w->pauses % PAUSES_PER_CLOCK) return false;
+    uint64_t now = ticks(), since = now - w->last;
+    w->last = now;
+    if (since < pool->yield_ticks) w->waited += since; // false at the first reading, too
+    if (w->waited - w->yielded >= pool->yield_ticks) {
+        w->yielded = w->waited;
+        sched_yield();
+    }
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// Slices and the barrier
 
 // Sets begin and end to share i of n items, items begin..end-1.
 static void share_of(int n, int n_threads, int i, int *begin, int *end) {
@@ -23,61 +91,120 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
     *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
 
-// Returns the first item of a slice of the share begin..end-1; slice SLICES is its end. Each slice
-// has three quarters of the items that remain, the last slice all of them. So the last slices are
-// small, and all workers finish at nearly the same time.
+// Returns the first item of a slice of the share begin..end-1; slice SLICES is its end. The first
+// slices are large and the last ones small, so that all workers finish at nearly the same time. No
+// slice is larger than a quarter of the share, because a slow core may be late with it.
 static int slice_start(int begin, int end, int slice) {
-    return slice < SLICES ? end - ((end - begin) >> 2 * slice) : end;
+    // what is left of the share at the begin of each slice, in 1/64 of the share
+    static const uint8_t left[SLICES + 1] = {64, 48, 44, 40, 36, 32, 28, 24, 20,
+                                             17, 14, 11, 8,  6,  4,  2,  0};
+    return end - (int)((int64_t)(end - begin) * left[slice] / 64);
+}
+
+// Returns the slice behind those that a worker takes together from `slice` on: they have MIN_SLICE
+// multiplications or more, or are the last ones of the share begin..end-1.
+static int next_slice(const Step *step, int begin, int end, int slice) {
+    int first_item = slice_start(begin, end, slice);
+    do slice++;
+    while (slice < SLICES
+           && (slice_start(begin, end, slice) - first_item) * step->cost < MIN_SLICE);
+    return slice;
+}
+
+// Adds n finished slices of share i to the barrier. The worker that completes a node continues
+// with its parent. Each worker releases its results and acquires those of the workers before it, so
+// that a worker that sees the root complete sees the results of all.
+static void count_finished(ThreadPool *pool, unsigned step, int i, unsigned n) {
+    for (Node *node = &pool->workers[i / GROUP].node; node; node = node->parent, n = 1) {
+        unsigned before = atomic_fetch_add_explicit(&node->finished, n, memory_order_acq_rel);
+        if (before + n != (step + 1) * node->per_step) return;
+    }
 }
 
 // Takes slices of share i of this worker's step until all are taken, and runs them. `taken` counts
 // the share's taken slices from the start of the pool, SLICES per step. It is end_slice once all
 // slices of this step are taken, and more if other workers have begun the next step. Once a slice
 // has been taken, no worker can leave the step before the slice is finished, so pool->steps and
-// pool->first, the number of steps[0], do not change meanwhile.
+// pool->first, the number of steps[0], do not change meanwhile. So the first slice is taken alone,
+// before the step is read, and the next ones together if they are small.
 static void take_slices(Worker *self, int i) {
     ThreadPool *pool = self->pool;
     atomic_uint *taken = &pool->workers[i].taken;
     unsigned slice = atomic_load(taken), end_slice = (self->step + 1) * SLICES, done = 0;
+    const Step *step = NULL;
+    int begin, end;
     while ((int)(end_slice - slice) > 0) {
-        if (!atomic_compare_exchange_weak(taken, &slice, slice + 1)) continue;
-        const Step *step = &pool->steps[self->step - pool->first];
-        int begin, end;
-        share_of(step->n, pool->n_threads, i, &begin, &end);
-        int first_item = slice_start(begin, end, slice % SLICES);
-        int end_item = slice_start(begin, end, slice % SLICES + 1);
+        int at = slice % SLICES, next = step ? next_slice(step, begin, end, at) : at + 1;
+        if (!atomic_compare_exchange_weak(taken, &slice, slice - at + next)) continue;
+        if (!step) {
+            step = &pool->steps[self->step - pool->first];
+            share_of(step->n, pool->n_threads, i, &begin, &end);
+        }
+        int first_item = slice_start(begin, end, at), end_item = slice_start(begin, end, next);
         if (first_item < end_item) step->task(self, step->args, first_item, end_item);
-        slice++, done++;
+        slice += next - at, done += next - at;
     }
-    if (!done) return;
-    unsigned finished = atomic_load_explicit(&self->finished, memory_order_relaxed);
-    atomic_store_explicit(&self->finished, finished + done, memory_order_release);
+    if (done) count_finished(pool, self->step, i, done);
 }
 
-// Returns whether all workers together have finished the slices of all steps up to this one.
-static bool is_finished(ThreadPool *pool, unsigned step) {
-    unsigned finished = 0;
-    for (int i = 0; i < pool->n_threads; i++)
-        finished += atomic_load_explicit(&pool->workers[i].finished, memory_order_acquire);
-    return (int)(finished - (step + 1) * SLICES * pool->n_threads) >= 0;
+// Returns whether a node has counted all that it counts in the steps up to this one.
+static bool is_complete(const Node *node, unsigned step) {
+    unsigned finished = atomic_load_explicit(&node->finished, memory_order_acquire);
+    return (int)(finished - (step + 1) * node->per_step) >= 0;
+}
+
+// Takes slices of the shares that one leaf counts, unless they are all finished.
+static void help(Worker *self, int leaf) {
+    ThreadPool *pool = self->pool;
+    if (is_complete(&pool->workers[leaf].node, self->step)) return;
+    int me = (int)(self - pool->workers);
+    for (int i = 1; i <= GROUP; i++) {
+        int share = leaf * GROUP + (me + i) % GROUP;
+        if (share != me && share < pool->n_threads) take_slices(self, share);
+    }
 }
 
 // Runs this worker's share of its step, waits until the whole step is finished, and moves on to the
-// next step. Takes slices of the others only if they are late, and once: reading their `taken`
-// sooner would take its cache line away from them.
+// next step. Helps the others only if they are late: reading their `taken` sooner would take its
+// cache line away from them. For the same reason, helps each group once, and one group at a time:
+// the barrier of many workers takes longer than HELP_AFTER even if none of them is late.
 static void run_step(Worker *self) {
     ThreadPool *pool = self->pool;
-    int me = (int)(self - pool->workers), n = pool->n_threads;
+    int me = (int)(self - pool->workers), leaves = (pool->n_threads + GROUP - 1) / GROUP;
     self->prepared = false; // this worker's buffers still hold activations of an earlier step
     take_slices(self, me);
-    for (int spins = 1; !is_finished(pool, self->step); spins++) {
-        PAUSE();
-        // Help each other worker once: the condition on spins is true in a single iteration.
-        for (int i = 1; spins == SPINS_BEFORE_HELP && i < n; i++) take_slices(self, (me + i) % n);
-        if (spins % 1024 == 0) sched_yield();
+    Wait wait = {0};
+    for (int helped = 0; !is_complete(pool->root, self->step);) {
+        if (pause_briefly(pool, &wait) && wait.waited >= pool->help_ticks && helped < leaves)
+            help(self, (me / GROUP + helped++) % leaves);
     }
     self->step++;
 }
+
+// Links the barrier's tree, level by level: the leaves are the nodes of the first workers, their
+// parents those of the next ones. The root has one child, so that it is written once per step while
+// the workers read it. Only a leaf that is alone is the root itself: for few workers, the way to a
+// second node would take longer.
+static void link_nodes(ThreadPool *pool) {
+    Worker *level = pool->workers;
+    unsigned per_child = SLICES; // what a child adds in a step
+    int children = pool->n_threads, max_of_root = GROUP;
+    for (;;) {
+        int n = (children + GROUP - 1) / GROUP;
+        bool is_root = children <= max_of_root;
+        for (int i = 0; i < n; i++) {
+            int left = children - i * GROUP;
+            level[i].node.per_step = per_child * (left < GROUP ? left : GROUP);
+            level[i].node.parent = is_root ? NULL : &level[n + i / GROUP].node;
+        }
+        if (is_root) break;
+        level += n, children = n, per_child = max_of_root = 1;
+    }
+    pool->root = &level->node;
+}
+
+// ----------------------------------------------------------------------------
+// Lists of steps
 
 // Returns whether the worker has steps to run or must return. A worker first adds itself to
 // `sleepers`, then loads `goal` and `stopping` here. The caller first stores `goal` or `stopping`,
@@ -90,19 +217,18 @@ static bool has_work(const Worker *w) {
 static void *run_worker(void *arg) {
     Worker *self = arg;
     ThreadPool *pool = self->pool;
-    int spins = 0;
-    for (; !atomic_load_explicit(&pool->stopping, memory_order_acquire); spins++) {
+    Wait idle = {0};
+    while (!atomic_load_explicit(&pool->stopping, memory_order_acquire)) {
         while (self->step != atomic_load_explicit(&pool->goal, memory_order_acquire))
-            run_step(self), spins = 0;
-        PAUSE();
-        if (spins % 1024 == 1023) sched_yield();
-        if (spins < SPINS_BEFORE_SLEEP) continue;
+            run_step(self), idle = (Wait){0};
+        pause_briefly(pool, &idle);
+        if (idle.waited < pool->sleep_ticks) continue;
         pthread_mutex_lock(&pool->lock);
         atomic_fetch_add(&pool->sleepers, 1);
         while (!has_work(self)) pthread_cond_wait(&pool->wake, &pool->lock);
         atomic_fetch_sub(&pool->sleepers, 1);
         pthread_mutex_unlock(&pool->lock);
-        spins = 0;
+        idle = (Wait){0};
     }
     return NULL;
 }
@@ -136,9 +262,14 @@ void llamac_thread_pool_run(ThreadPool *pool) {
 void llamac_thread_pool_start(ThreadPool *pool, int n_threads) {
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
+    double ticks_per_nanosecond = n_threads > 1 ? ticks_per_second() * 1e-9 : 1;
+    pool->help_ticks = (uint64_t)(HELP_AFTER * ticks_per_nanosecond);
+    pool->yield_ticks = (uint64_t)(YIELD_AFTER * ticks_per_nanosecond);
+    pool->sleep_ticks = (uint64_t)(SLEEP_AFTER * ticks_per_nanosecond);
     Worker *w = pool->workers + 1;
     while (w < pool->workers + n_threads && !pthread_create(&w->thread, NULL, run_worker, w)) w++;
     pool->n_threads = (int)(w - pool->workers);
+    link_nodes(pool); // the workers see the tree once they see the first goal
 }
 
 void llamac_thread_pool_stop(ThreadPool *pool) {

@@ -4,9 +4,12 @@
 // that has finished its own share takes slices of other shares. So if the system suspends a worker,
 // the others wait only for the slice that it has begun.
 //
-// Barrier: each worker counts the slices that it has finished, reads the counts of the others, and
-// begins the next step when all slices are finished. So the only delay is that of a cache line sent
-// from the last worker's core to the others.
+// Barrier: finished slices are counted in a tree of counters. Each leaf counts the slices of the
+// shares of GROUP workers. The worker that completes a counter adds 1 to the parent, and all workers
+// wait for the root. A worker that arrives writes one counter, and the cache line of a counter moves
+// at most GROUP times per step, so the cost of a step grows with the number of workers, not with
+// its square. The leaves count slices of shares, not workers that have arrived. So a worker that the
+// system has suspended delays no step whose slices others have taken.
 //
 // Between two lists, workers spin for a while before they sleep, because the next list usually
 // comes within microseconds.
@@ -33,12 +36,21 @@ typedef struct {
     _Alignas(8) char args[MAX_ARGS];
 } Step;
 
+// One counter of the barrier's tree. `finished` counts slices in a leaf, and completions of the
+// children in other nodes.
+typedef struct Node Node;
+struct Node {
+    _Alignas(64) atomic_uint finished; // so far, over all steps
+    unsigned per_step;                 // what one step adds to `finished`
+    Node *parent;                      // NULL for the root
+};
+
 // Fields that one worker writes and another reads have a cache line of their own. Steps are
 // numbered and slices counted from the start of the pool, not of the list, so that a late worker
 // notices that its step is over. These numbers wrap around to zero.
 struct Worker {
-    _Alignas(64) atomic_uint taken;    // slices taken so far from this worker's share
-    _Alignas(64) atomic_uint finished; // slices of any share that this worker has finished so far
+    _Alignas(64) atomic_uint taken; // slices taken so far from this worker's share
+    Node node;                      // a node of the tree; has nothing to do with this worker
     _Alignas(64) ThreadPool *pool;
     pthread_t thread;
     unsigned step; // number of the step that this worker runs, or will run next
@@ -55,11 +67,13 @@ struct Worker {
 struct ThreadPool {
     Step *steps; // (n_steps,)
     int n_steps, n_threads;
-    Worker *workers;     // (n_threads,); workers[0] is the thread that calls llamac_thread_pool_run
-    unsigned first;      // number of steps[0]
-    atomic_uint goal;    // number of the last step in the list, plus 1
-    atomic_int sleepers; // workers that sleep or are about to
-    atomic_bool stopping; // workers must return
+    Worker *workers; // (n_threads,); workers[0] is the thread that calls llamac_thread_pool_run
+    Node *root;      // of the barrier's tree
+    uint64_t help_ticks, yield_ticks, sleep_ticks; // times in ticks of the processor's clock
+    unsigned first;                                // number of steps[0]
+    atomic_uint goal;                              // number of the last step in the list, plus 1
+    atomic_int sleepers;                           // workers that sleep or are about to
+    atomic_bool stopping;                          // workers must return
     pthread_mutex_t lock; // held from the decision to sleep until the worker waits for `wake`
     pthread_cond_t wake;  // signals a new goal, or stopping
 };
