@@ -48,8 +48,8 @@ extern "C" {
 // Returns the LLAMAC_VERSION that the library was compiled with.
 LLAMAC_API int llamac_version(void);
 
-typedef struct llamac_model llamac_model;       // weights and tokenizer of a file
-typedef struct llamac_engine llamac_engine;     // threads or GPU, with the weights as they need them
+typedef struct llamac_model llamac_model;   // weights and tokenizer of a file
+typedef struct llamac_engine llamac_engine; // threads or GPU, with the weights as they need them
 typedef struct llamac_sequence llamac_sequence; // tokens and their KV cache
 
 typedef struct { char text[512]; } llamac_error; // printable ASCII
@@ -157,7 +157,8 @@ typedef struct {
     // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
     // pages of the file. By default, llamac_start makes the copy if there is enough memory
     bool no_copy;
-    // The program reads no logits, it only calls llamac_sample: a GPU then keeps them in its memory
+    // The program reads no logits, it only calls llamac_sample, with temperature and topp alone: a
+    // GPU then keeps them in its memory
     bool sample_only;
     // CPU: bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else
     // 32. A GPU requires 0
@@ -249,16 +250,39 @@ LLAMAC_API const float *llamac_batch_logits(const llamac_engine *, int i);
 // Fails if there are none, or if they are not finite.
 LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll, llamac_error *);
 
+// How a token is sampled. Zeros leave a step out. The steps, in this order: logit biases, penalties,
+// mask, temperature, softmax, top-k, min-p, top-p, and the draw.
 typedef struct {
-    float temperature; // 0: greedy
-    float topp; // sample from the most likely tokens with this total probability; 0 or 1: from all
+    float temperature; // 0: greedy, the most likely token after biases, penalties and mask
+    // top-p: sample from the most likely of the tokens that top-k and min-p have left, so many that
+    // their share of the probability exceeds this; 0 or 1: all
+    float topp;
     uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
+    int topk;       // sample from so many of the most likely tokens; 0: from all
+    float minp;     // leave out tokens less likely than this share of the most likely; 0: none
+    // The penalties are for the tokens of the sequence, prompt included. repeat: positive logits are
+    // divided by it, others multiplied, as in llama.cpp; 0 or 1: none
+    float repeat_penalty;
+    float frequency_penalty; // subtracted from the logit for each occurrence, as in OpenAI's API
+    float presence_penalty;  // subtracted once, likewise
+    int penalty_tokens;      // last tokens that the penalties count; 0: 64; -1: all
+    const int *bias_tokens;  // (n_biases,) tokens, and what is added to their logits. -INFINITY
+    const float *biases;     // leaves a token out
+    int n_biases;
+    const uint8_t *allowed; // (vocab_size,) mask: 0 leaves a token out. NULL: all are allowed
 } llamac_sampler;
 
 // Samples the token after the latest one whose logits were computed. Does not evaluate it: another
-// call samples from the same logits again. Fails if the logits are not finite. The sampler is
-// that of llama2.c, so that the same seed gives the same text.
-LLAMAC_API int llamac_sample(llamac_sequence *, llamac_sampler *, llamac_error *);
+// call samples from the same logits again. Fails if the logits are not finite, and if no token is
+// left. With temperature, topp and state alone, the sampler is that of llama2.c, so that the same
+// seed gives the same text; the other fields need logits in host memory: with sample_only, a GPU
+// has none. `size` is sizeof(llamac_sampler).
+LLAMAC_API int llamac_sample_sized(llamac_sequence *, llamac_sampler *, size_t size,
+                                   llamac_error *);
+static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampler,
+                                llamac_error *error) {
+    return llamac_sample_sized(sequence, sampler, sizeof *sampler, error);
+}
 
 // ----------------------------------------------------------------------------
 // Speed
