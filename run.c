@@ -722,8 +722,8 @@ int main(int argc, char **argv) {
     r.printer.raw = o.raw;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     uint64_t seed = o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL);
-    r.sampler = (llamac_sampler){
-        .temperature = (float)o.temperature, .topp = (float)o.topp, .state = seed};
+    r.sampler =
+        (llamac_sampler){.temperature = (float)o.temperature, .topp = (float)o.topp, .state = seed};
 
     bool has_prompt = o.prompt || o.prompt_file;
     // --verify, --bench, --logits and --perplexity ignore -m; --tokenize obeys it, and encodes

@@ -143,6 +143,37 @@ LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, si
 // tokenizer.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
 
+// The text of sampled tokens as it may be shown: whole UTF-8 characters, up to a stop string.
+typedef struct llamac_text llamac_text;
+
+enum {                     // flags of llamac_text_new
+    LLAMAC_TEXT_RAW = 1,   // release all bytes, instead of U+FFFD for those that are not UTF-8
+    LLAMAC_TEXT_GO_ON = 2, // tokens that end a text do not end this one, and add nothing to it
+};
+
+// Begins a text. `previous` is the token before it, or -1 if there is none, as for llamac_decode.
+// stops (n_stops,): the text ends before the first of these strings. Free the text with
+// llamac_text_free, before the model is closed.
+LLAMAC_API llamac_text *llamac_text_new(const llamac_model *, int previous,
+                                        const char *const *stops, int n_stops, int flags,
+                                        llamac_error *);
+
+enum { LLAMAC_MORE, LLAMAC_END, LLAMAC_STOP }; // results of llamac_text_add
+
+// Adds a token. Returns LLAMAC_END if it ends the text (see llamac_ends), LLAMAC_STOP if it
+// completes a stop string, else LLAMAC_MORE; -1 after a failure. Writes to *out, which is valid
+// until the next call, *n bytes that may be shown now. Bytes that may begin a stop string, and
+// incomplete characters, are held back until later tokens decide. A text that has ended accepts no
+// tokens.
+LLAMAC_API int llamac_text_add(llamac_text *, int token, const char **out, size_t *n,
+                               llamac_error *);
+
+// Ends a text that has not ended by a token: releases the bytes that are held back.
+LLAMAC_API bool llamac_text_finish(llamac_text *, const char **out, size_t *n, llamac_error *);
+
+// Frees a text. NULL is allowed.
+LLAMAC_API void llamac_text_free(llamac_text *);
+
 LLAMAC_API void llamac_free(void *);
 
 // ----------------------------------------------------------------------------

@@ -215,3 +215,87 @@ def test_mistakes_are_answered_in_one_line(program, tmp_path):
     assert len(said) == len(named)
     for line, name in zip(said, named):
         assert name in line, (line, name)
+
+
+# ---- texts: what of the tokens' bytes may be shown, and when
+
+EOS, RAW, GO_ON = 2, 1, 2
+
+
+def may_go_on(data):
+    """Whether bytes that follow could make a character of these, which are none."""
+    expected = 4 if 0xf0 <= data[0] < 0xf5 else 3 if 0xe0 <= data[0] < 0xf0 else 2 if 0xc2 <= data[0] < 0xe0 else 1
+    return len(data) < expected and all(0x80 <= b < 0xc0 for b in data[1:])
+
+
+def characters(data, end, last):
+    """The whole characters of data[:end], with U+FFFD for each byte that begins none."""
+    shown, at = "", 0
+    while at < end:
+        for n in 1, 2, 3, 4:
+            try:
+                character = data[at:at + n].decode()
+                break
+            except UnicodeDecodeError:
+                character, n = "�", 1
+        if at + n > end or (character == "�" and not last and may_go_on(data[at:])):
+            break
+        shown, at = shown + character, at + n
+    return shown.encode()
+
+
+def expected_releases(tokens, pieces, stops, flags):
+    """[(result, bytes) of each token ..., of the end], byte by byte by the definition."""
+    data, shown, releases = b"", 0, []
+    for token in tokens:
+        result, piece = 0, pieces[token]
+        if token in (1, EOS):
+            result, piece = int(not flags & GO_ON), b""
+        for byte in piece:
+            data += bytes([byte])
+            ends = [s for s in stops if data.endswith(s)]
+            if ends:
+                data, result = data[:-max(map(len, ends))], 2
+                break
+        held = 0 if result else max((n for s in stops for n in range(len(s)) if n and data.endswith(s[:n])), default=0)
+        end = len(data) - held
+        text = data[:end] if flags & RAW else characters(data, end, last=bool(result))
+        releases.append((result, text[shown:]))
+        shown = len(text)
+        if result:
+            return releases
+    text = data if flags & RAW else characters(data, len(data), last=True)
+    return [*releases, (0, text[shown:])]
+
+
+@pytest.fixture(scope="module")
+def texts_program(tmp_path_factory):
+    return compile_c(tmp_path_factory.mktemp("texts") / "texts", *SANITIZE, "tests/texts.c", *LIBRARY)
+
+
+def test_texts_release_bytes_as_soon_as_they_are_certain(texts_program, tmp_path):
+    """2,000 random texts of few letters, whole and cut characters, stop strings that overlap, with every flag."""
+    model, rng, lines, cases = Model(), random.Random(11), [], []
+    model.write_gguf(tmp_path / "m.gguf")
+    pieces = [b"", b"", b"", *(bytes([b]) for b in range(256)), *(p for p, _ in model.pieces[259:])]
+    pieces[3 + 32] = b" "
+    letters = [3 + b for b in b"AaAab " + "é😀".encode() + b"\xff\xc3"] + [259, 260, 259]  # Aa, Ab
+    strings = [s.encode() for s in ("A", "Aa", "aA", "AaAb", "AbAaA", " b", "é", "😀", "aé", "bbbb", "AaAaAaAb")]
+    for _ in range(2000):
+        stops = rng.sample(strings, rng.choice((0, 1, 1, 2, 4)))
+        flags = rng.choice((0, 0, RAW, GO_ON))
+        tokens = [rng.choice(letters) for _ in range(rng.randrange(25))] + [EOS] * rng.choice((0, 0, 1))
+        if rng.random() < 0.3:  # characters that are whole
+            tokens = [3 + b for b in "".join(rng.choice("Aa é😀b") for _ in range(8)).encode()]
+        lines.append(" ".join([f"{flags} {len(stops)}", *(s.hex() for s in stops), *map(str, tokens), "-1"]))
+        cases.append(expected_releases(tokens, pieces, stops, flags))
+    done = subprocess.run([texts_program, tmp_path / "m.gguf"], input="\n".join(lines), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-2000:]
+    said = done.stdout.splitlines()
+    for line, case, asked in zip(said, cases, lines):
+        found = [(int(part.split(":")[0]), bytes.fromhex(part.split(":")[1])) for part in line.split()]
+        if case and case[-1][0]:
+            assert found.pop() == (-1, b"the text has ended already"), asked
+        assert found == case, asked
+    mistakes = said[len(cases):]
+    assert len(mistakes) == 11 and all(re.fullmatch("[ -~]{10,}", line) for line in mistakes), mistakes

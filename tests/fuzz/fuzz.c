@@ -21,6 +21,7 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/sampler.c"
+#include "../../runtime/text.c"
 #include "../../runtime/llama.c"
 #undef realloc
 
