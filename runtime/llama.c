@@ -441,6 +441,8 @@ void llamac_stop(llamac_engine *engine) {
 
 int llamac_version(void) { return LLAMAC_VERSION; }
 
+const char *llamac_isa(void) { return llamac_choose_kernels(NULL)->name; }
+
 const char *llamac_note(const llamac_engine *engine) { return engine ? engine->note.text : ""; }
 
 int llamac_positions(const llamac_engine *engine) { return engine ? engine->positions : 0; }

@@ -48,6 +48,9 @@ extern "C" {
 // Returns the LLAMAC_VERSION that the library was compiled with.
 LLAMAC_API int llamac_version(void);
 
+// Returns the name of the instruction set that the CPU backend uses on this machine, such as avx2.
+LLAMAC_API const char *llamac_isa(void);
+
 typedef struct llamac_model llamac_model;   // weights and tokenizer of a file
 typedef struct llamac_engine llamac_engine; // threads or GPU, with the weights as they need them
 typedef struct llamac_sequence llamac_sequence; // tokens and their KV cache

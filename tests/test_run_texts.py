@@ -1,0 +1,142 @@
+"""run's samplers, stop strings and many texts at once: against transformers, and against runs of one text."""
+import re
+import subprocess
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.test_run import TEXT, Model, ids_of, reciter, run
+
+LETTERS = [(b"%c" % c, 1) for c in range(97, 123)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(the path, the Model): <unk>, BOS and EOS are never drawn."""
+    folder = tmp_path_factory.mktemp("model")
+    model = Model(heads=8, kv=2, tied=False, seed=3)
+    model.w["output"][:3] = 0
+    model.write_gguf(folder / "m.gguf")
+    return folder / "m.gguf", model
+
+
+# ---- samplers
+
+def test_penalties_by_the_greedy_text_of_transformers(run_bin, model):
+    """Penalties of the last 64 tokens, prompt included."""
+    path, source = model
+    for repeat, frequency, presence in ((1.3, 0, 0), (1.1, 0.5, 0.25), (0, 0, 1.5), (0.5, 0, 0), (1, 2, -1)):
+        oracle, ids = source.oracle(), ids_of("Hello there")
+        while len(ids) < 100:
+            with torch.no_grad():
+                x = oracle(torch.tensor([ids])).logits[0, -1].double()
+            for token, count in Counter(ids[-64:]).items():
+                if repeat:
+                    x[token] = x[token] / repeat if x[token] > 0 else x[token] * repeat
+                x[token] -= count * frequency + presence
+            ids.append(int(x[3:].argmax()) + 3 if x[3:].max() > x[:3].max() else int(x.argmax()))
+        shown = b"".join(b"" if i < 3 else bytes([i - 3]) if i < 259 else source.pieces[i][0] for i in ids[1:])
+        said = run(run_bin, path, "-t", 0, "-n", 99, "-i", "Hello there", "--raw", "--repeat-penalty", repeat,
+                   "--frequency-penalty", frequency, "--presence-penalty", presence)
+        end = next((n for n, i in enumerate(ids) if i in (1, 2) and n), None)
+        assert end is not None or said == shown + b"\n", (repeat, frequency, presence)
+
+
+def test_one_candidate_is_the_most_likely_token(run_bin, model):
+    greedy = run(run_bin, model[0], "-t", 0, "-n", 80)
+    for flags in (["-k", 1], ["--min-p", 1], ["-k", 5, "--min-p", 1, "-p", 0.5], ["-p", "1e-9"]):
+        assert run(run_bin, model[0], "-t", 1, "-s", 4, "-n", 80, *flags) == greedy
+    assert run(run_bin, model[0], "-t", 1, "-s", 4, "-n", 80, "-k", 50) != greedy
+    plain = run(run_bin, model[0], "-s", 4, "-n", 80)
+    assert run(run_bin, model[0], "-s", 4, "-n", 80, "-k", 0, "--min-p", 0, "--repeat-penalty", 1) == plain
+
+
+# ---- where a text ends, and what it continues
+
+def test_stop_strings(run_bin, tmp_path):
+    """The text ends before the string, whatever tokens it is divided into; one in the prompt ends nothing."""
+    path = reciter(tmp_path, [(b"ab", 1), (b"cd", 1), ("é".encode(), 1), *LETTERS[4:8], (b" x", 1)])
+    for stops, text in ((["cd"], "ab"), (["bc"], "a"), (["d"], "abc"), (["abc"], ""), (["éef"], "abcd"), (["zz"], "abcdéefgh x"),
+                        (["gx", "h "], "abcdéefg"), (["efgh x!", "h"], "abcdéefg"), ([" xy"], "abcdéefgh x")):
+        flags = [flag for stop in stops for flag in ("--stop", stop)]
+        assert run(run_bin, path, "-t", 0, "-n", 0, *flags).decode() == text + "\n", stops
+    assert run(run_bin, path, "-t", 0, "-n", 0, "-i", "ab", "--stop", "ab").decode() == "abcdéefgh x\n"
+    assert "given 16 times" in run(run_bin, path, *["--stop=x"] * 16, status=1)
+    assert "is empty" in run(run_bin, path, "--stop", "", status=1)
+
+
+def test_a_stop_string_ends_an_answer_and_not_the_chat(run_bin, tmp_path):
+    path = reciter(tmp_path, LETTERS, seq=256)
+    asked = dict(stdin=b"a\nf\n")
+    flags = ["-m", "chat", "-y", "", "-t", 0, "-n", 9, "--template", "llama2"]
+    answers = run(run_bin, path, *flags, "--stop", "de", **asked).decode()
+    assert answers.count("Assistant: ") == 2 and "de" not in answers.replace("User: ", "")
+
+
+def test_a_prompt_from_stdin(run_bin, model):
+    said = run(run_bin, model[0], "-t", 0, "-n", 60, "-i", "Hello, Zaun")
+    assert run(run_bin, model[0], "-t", 0, "-n", 60, "-i", "-", stdin=b"Hello, Zaun") == said
+    assert run(run_bin, model[0], "-t", 0, "-n", 60, "-f", "-", stdin=b"Hello, Zaun") == said
+
+
+def test_the_folder_of_a_run(run_bin, tmp_path):
+    Model().write_gguf(tmp_path / "model.gguf")
+    assert run(run_bin, tmp_path, "-t", 0, "-n", 20) == run(run_bin, tmp_path / "model.gguf", "-t", 0, "-n", 20)
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path}/empty/model.gguf: no such file" in run(run_bin, tmp_path / "empty", status=1)
+
+
+def test_help_is_one_screen_and_version_names_the_machine(run_bin):
+    lines = run(run_bin, "--help").decode().splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 100
+    version = run(run_bin, "--version").decode()
+    assert re.fullmatch(r"llamac, library version \d+\ninstruction set: \w+\ndevices: [a-z, ]+\n", version)
+
+
+# ---- many texts at once
+
+def singles(run_bin, path, seeds, *flags):
+    return b"---\n".join(run(run_bin, path, "-s", seed, *flags) for seed in seeds)
+
+
+@pytest.mark.parametrize("form", ["f32", "q8_0"])
+def test_texts_at_once_equal_single_texts(run_bin, tmp_path, form):
+    """Also in contexts that slide, and of prompts of one token or longer than the context."""
+    for seq in 128, 24:
+        source = Model(seq=seq, heads=8, kv=2, tied=False, seed=3, hidden=192)
+        source.w["output"][:2] = 0  # some texts end early
+        source.write_gguf(tmp_path / "m.gguf", form)
+        for prompt, more in ((TEXT[:20], []), ("", ["-k", 20, "--min-p", 0.01]), (TEXT, ["--repeat-penalty", 1.2]), ("x", ["--stop", "e"])):
+            flags = ["-i", prompt, "-n", 110, "-t", 1.2, *more]
+            expected = singles(run_bin, tmp_path / "m.gguf", range(7, 12), *flags)
+            assert run(run_bin, tmp_path / "m.gguf", "-s", 7, "-b", 5, *flags) == expected, (seq, prompt, more)
+
+
+def test_lines_of_a_file_equal_single_prompts(run_bin, model, tmp_path):
+    """More lines than texts at once, of many lengths; an empty line; a line longer than -n; either end of a line."""
+    path, _ = model
+    lines = ["Hello", "", TEXT, "a", "é日", TEXT[:50], "b" * 300, "The end", "x y", "z"]
+    (tmp_path / "lines").write_bytes("\n".join(lines).encode())
+    for flags in (["-t", 0, "-n", 70], ["-s", 5, "-n", 100], ["-s", 5, "-n", 20]):
+        expected = b"---\n".join(run(run_bin, path, "-i", line, *flags) for line in lines)
+        for at_once in ([], ["-b", 1], ["-b", 3]):
+            assert run(run_bin, path, "--prompts", tmp_path / "lines", *at_once, *flags) == expected
+    (tmp_path / "lines").write_bytes(b"a\r\nb\n")
+    assert run(run_bin, path, "--prompts", tmp_path / "lines", "-t", 0, "-n", 9).count(b"\n---\n") == 1
+
+
+def test_options_that_exclude_each_other(run_bin, model, tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    for flags, named in ((["-b", 2, "-m", "chat"], "-b"), (["-b", 2, "--bench"], "-b"), (["-b", 0], "-b"), (["-b", 5000], "-b"),
+                         (["--prompts", "x", "-i", "y"], "-i"), (["--prompts", "x", "--tokenize"], "--prompts"),
+                         (["--jsonl", "--prompts", "x"], "--jsonl"), (["--jsonl", "-m", "chat"], "--jsonl"),
+                         (["--prompts", tmp_path / "none"], "none"), (["--prompts", tmp_path / "empty"], "no lines"),
+                         (["-k", -1], "-k"), (["-k", 1.5], "-k"), (["--min-p", 2], "--min-p"), (["--repeat-penalty", 101], "100"),
+                         (["--presence-penalty", "nan"], "--presence-penalty")):
+        assert named in run(run_bin, model[0], *flags, status=1), flags
+
+
+def test_texts_at_once_report_their_speed(run_bin, model):
+    p = subprocess.run([run_bin, model[0], "-b", "3", "-n", "20", "-i", "ab", "-t", "0"], capture_output=True, text=True)
+    assert re.fullmatch(r"3 texts: \d+ tokens evaluated, tok/s: [\d.]+\n", p.stderr) and p.stdout.count("---\n") == 2
