@@ -9,6 +9,7 @@
 #include <unistd.h>
 #include "cli/common.h"
 #include "cli/options.h"
+#include "cli/requests.h"
 #include "cli/streams.h"
 
 // ----------------------------------------------------------------------------
@@ -64,7 +65,7 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
         if (!r->engine) start(r, r->steps < context ? r->steps : context);
         if (first) open_copy(r, s, first);
         else open_stream(r, s), feed(r, s, tokens, n);
-        begin_text(r, s, (int)(total - n));
+        begin_text(r, s, r->stops, r->n_stops, (int)(total - n));
     }
     llamac_free(tokens);
 }
@@ -198,7 +199,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         feed(r, s, tokens, n);
         llamac_free(tokens);
         print_bytes("Assistant: ", 11);
-        begin_text(r, s, r->steps);
+        begin_text(r, s, r->stops, r->n_stops, r->steps);
         while (!s->done) {
             evaluate(r, &s, 1);
             sample_next(r, s);
@@ -461,7 +462,7 @@ int main(int argc, char **argv) {
                                  .sample_only = !reads_logits && !needs_logits(&o),
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
-    r.raw = o.raw, r.stops = o.stops, r.n_stops = o.n_stops;
+    r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
                                  .topp = (float)o.topp,
@@ -478,7 +479,9 @@ int main(int argc, char **argv) {
     // turns for a chat
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
-    if (is_chat && !llamac_use_template(r.model, o.template, &error)) {
+    bool has_template = (is_chat || o.jsonl) && llamac_use_template(r.model, o.template, &error);
+    // Without a template, --jsonl answers prompts, but no messages
+    if ((is_chat || (o.jsonl && o.template)) && !has_template) {
         if (o.template) die("--template", "%s", error.text);
         die(o.model, "%s", message_of(&error, o.model));
     }
@@ -493,6 +496,7 @@ int main(int argc, char **argv) {
     else if (o.bench) bench(&r, began, o.json);
     else if (o.tokenize) tokenize(&r, prompt, has_prompt, o.system, is_chat);
     else if (is_chat) chat(&r, prompt, has_prompt, o.system);
+    else if (o.jsonl) answer_requests(&r, at_once, has_template ? "" : error.text);
     else if (o.prompts) generate_lines(&r, text = read_file(o.prompts), at_once);
     else generate(&r, &prompt, 1, at_once, at_once);
     flush();

@@ -130,13 +130,14 @@ static void evaluate(Run *r, Stream **streams, int n) {
     r->evaluated += count;
 }
 
-// Begins a text that continues the stream by `max` tokens at most.
-static void begin_text(const Run *r, Stream *s, int max) {
+// Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
+// stop strings (n_stops,).
+static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_stops, int max) {
     llamac_error error;
     int previous = s->length ? s->window[s->length - 1] : -1;
     llamac_text_free(s->text);
-    s->text = llamac_text_new(r->model, previous, r->stops, r->n_stops,
-                              r->raw ? LLAMAC_TEXT_RAW : 0, &error);
+    s->text =
+        llamac_text_new(r->model, previous, stops, n_stops, r->raw ? LLAMAC_TEXT_RAW : 0, &error);
     if (!s->text) die("--stop", "%s", error.text);
     s->sampled = 0, s->max = max, s->done = false;
 }

@@ -1,4 +1,6 @@
 """run's samplers, stop strings and many texts at once: against transformers, and against runs of one text."""
+import json
+import random
 import re
 import subprocess
 from collections import Counter
@@ -140,3 +142,115 @@ def test_options_that_exclude_each_other(run_bin, model, tmp_path):
 def test_texts_at_once_report_their_speed(run_bin, model):
     p = subprocess.run([run_bin, model[0], "-b", "3", "-n", "20", "-i", "ab", "-t", "0"], capture_output=True, text=True)
     assert re.fullmatch(r"3 texts: \d+ tokens evaluated, tok/s: [\d.]+\n", p.stderr) and p.stdout.count("---\n") == 2
+
+
+# ---- requests
+
+def answers(binary, path, requests, *flags):
+    """The answers to requests (objects, or lines as they are), in the order in which they came."""
+    lines = [r if isinstance(r, bytes) else json.dumps(r, ensure_ascii=len(requests) % 2 == 0).encode() for r in requests]
+    return [json.loads(line) for line in run(binary, path, "--jsonl", *flags, stdin=b"\n".join(lines)).splitlines()]
+
+
+def test_answers_equal_single_texts(run_debug_bin, run_bin, model):
+    """Requests with settings of their own, more than can be answered at once."""
+    path, _ = model
+    requests, expected = [], {}
+    for i, (prompt, more) in enumerate((("Hello", {}), ("é日 \"x\"\n\t", {"temperature": 0}), (TEXT, {"top_p": 0.4}), ("", {"top_k": 9}),
+                                        ("a", {"min_p": 0.05, "temperature": 0.7}), ("b\u00a0", {"repeat_penalty": 1.3, "seed": 77}),
+                                        ("c", {"stop": "e"}), ("d", {"stop": ["q", "aa"], "presence_penalty": 0.5}),
+                                        ("e", {"frequency_penalty": 0.5, "top_p": 1, "stop": None}))):
+        count, seed = 10 + 9 * (i % 4), more.get("seed", 5)
+        flags = {"temperature": "-t", "top_p": "-p", "top_k": "-k", "min_p": "--min-p", "repeat_penalty": "--repeat-penalty",
+                 "presence_penalty": "--presence-penalty", "frequency_penalty": "--frequency-penalty"}
+        given = [flag for name, value in more.items() if name in flags for flag in (flags[name], value)]
+        stops = [more["stop"]] if isinstance(more.get("stop"), str) else more.get("stop") or []
+        given += [flag for stop in stops for flag in ("--stop", stop)]
+        text = run(run_bin, path, "-s", seed, "-n", len(ids_of(prompt)) - 1 + count, "-i", prompt, *given).decode()
+        requests.append({"id": i, "prompt": prompt, "max_tokens": count} | more)
+        expected[i] = text[:-1]
+    for at_once in (1, 3, 16):
+        found = answers(run_debug_bin, path, requests, "-s", 5, "-b", at_once)
+        assert {a["id"] for a in found} == set(expected)
+        for answer in found:
+            asked = requests[answer["id"]]
+            visible = "".join(c for c in answer["text"] if c in "\n\t" or not (c < " " or "\x7f" <= c < "\xa0"))
+            assert asked["prompt"] + visible == expected[answer["id"]], (at_once, asked)
+            assert answer["prompt_tokens"] == len(ids_of(asked["prompt"])) and answer["tokens"] <= asked["max_tokens"]
+            assert answer["finish_reason"] == ("length" if answer["tokens"] == asked["max_tokens"] and not asked.get("stop") else
+                                               answer["finish_reason"])
+
+
+def test_messages_are_the_turns_of_a_chat(run_bin, tmp_path):
+    path = tmp_path / "m.gguf"
+    Model(seq=256).write_gguf(path)
+    chat = ["-m", "chat", "--template", "llama2", "-t", 0, "-n", 20]
+    said = run(run_bin, path, *chat, "-y", "Be brief", stdin=b"Hi\n").decode().split("Assistant: ")[1].split("\nUser: ")[0]
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    ask = {"max_tokens": 20, "temperature": 0}
+    found, = answers(run_bin, path, [ask | {"messages": messages}], "--template", "llama2")
+    assert found["id"] is None and "".join(c for c in found["text"] if c in "\n\t" or not (c < " " or "\x7f" <= c < "\xa0")) == said
+    longer = [*messages, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "More"}]
+    found, = answers(run_bin, path, [ask | {"messages": longer}], "--template", "llama2")
+    assert found["tokens"] and found["prompt_tokens"] > 60
+    found, = answers(run_bin, path, [ask | {"messages": messages}])  # the file has no template
+    assert "template" in found["error"]
+
+
+def test_requests_that_are_refused_by_name(run_debug_bin, model):
+    message = {"role": "user", "content": "x"}
+    for request, named in (({"prompt": "a", "foo": 1}, "unknown field 'foo'"), ({}, "an empty object"), ({"id": 1}, "either prompt or messages"),
+                           ({"prompt": "a", "messages": [message]}, "either prompt or messages"), ({"prompt": 3}, "expected a string"),
+                           ({"prompt": "a", "top_k": -1}, "top_k is -1"), ({"prompt": "a", "top_k": 1.5}, "top_k is 1.5"),
+                           ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"), ({"prompt": "a", "temperature": "1"}, "expected a number"),
+                           ({"prompt": "a", "top_p": 1e999}, "expected a number"), ({"prompt": "a", "stop": [""]}, "is empty"),
+                           ({"prompt": "a", "stop": ["\0"]}, "zero byte"), ({"prompt": "a", "stop": ["x"] * 17}, "more than 16"),
+                           ({"prompt": "a", "id": [1]}, "expected a number"), ({"messages": []}, "expected {"),
+                           ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"), ({"messages": [{"role": "user"}]}, "no content"),
+                           ({"messages": [message, message]}, "expected the assistant"), ({"messages": [message | {"name": "x"}]}, "'name'"),
+                           ({"messages": [message, {"role": "assistant", "content": "x"}]}, "not from the user"),
+                           ({"messages": [message, {"role": "system", "content": "x"}]}, "not the first"),
+                           (b'{"prompt": "a"} x', "text after"), (b'{"prompt": "a", "prompt": "b"}', "twice"), (b'{"prompt": "a\x01"}', "control"),
+                           (b'{"prompt": "\\x"}', "escape"), (b'{"prompt": "a', "without an end"), (b'{"prompt" "a"}', "expected :"),
+                           (b'{"prompt": "\\u12"}', "4 hexadecimal"), (b'["a"]', "expected {"), (b'{"prompt": "a", "seed": 01}', "expected }")):
+        found, = answers(run_debug_bin, model[0], [request])
+        assert set(found) == {"id", "error"} and named in found["error"], (request, found)
+
+
+def test_lines_that_python_refuses_are_refused(run_debug_bin, tmp_path):
+    """Random changes of good lines: each is answered by a line of JSON, and with an error where Python's json finds one."""
+    path, rng = tmp_path / "m.gguf", random.Random(6)
+    Model(dim=32, hidden=32, layers=1, heads=1, kv=1, seq=16).write_gguf(path)
+    good = [b'{"id": "a\\u00e9\\ud83d\\ude00", "prompt": "x\\n\\"y", "max_tokens": 2, "temperature": 1.5e-1}',
+            b'{"id": -12.5, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}',
+            ' { "prompt" : "é" , "stop" : [ "a" , "b" ] , "max_tokens" : 1 , "top_p" : null } '.encode()]
+    lines = [*good]
+    while len(lines) < 600:
+        line = bytearray(rng.choice(good))
+        for _ in range(rng.choice((1, 1, 2))):
+            at = rng.randrange(len(line))
+            line[at:at + rng.choice((0, 1, 1, 3))] = rng.choice((b"", b"\\", b'"', b"{", b"}", b",", b"0", b"\xc3", b"u", b"\\ud800", b"-"))
+        lines.append(bytes(line))
+    found = answers(run_debug_bin, path, lines, "--template", "llama2", "-b", 8)
+    assert len(found) == len(lines) and sum("text" in a for a in found) > 30
+    accepted = 0
+    for line in lines:
+        try:
+            accepted += isinstance(json.loads(line.decode(errors="replace")), dict)
+        except ValueError:
+            pass
+    assert sum("text" in a for a in found) <= accepted
+
+
+def test_an_answer_comes_while_the_input_is_open(run_bin, model):
+    """Answers come in the order of completion, and a program may wait for one before it asks again."""
+    with subprocess.Popen([run_bin, model[0], "--jsonl"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as p:
+        for i in range(3):
+            p.stdin.write(json.dumps({"id": i, "prompt": "a", "max_tokens": 3, "temperature": 0}).encode() + b"\n")
+            p.stdin.flush()
+            assert json.loads(p.stdout.readline())["id"] == i
+        for i, count in (("long", 100), ("short", 2)):
+            p.stdin.write(json.dumps({"id": i, "prompt": "a", "max_tokens": count, "temperature": 0}).encode() + b"\n")
+        p.stdin.close()
+        assert [json.loads(line)["id"] for line in p.stdout] == ["short", "long"]
+    assert p.returncode == 0
