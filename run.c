@@ -51,8 +51,8 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
     llamac_text_free(text);
 }
 
-// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. If `first` is not
-// NULL, it is a stream that has evaluated all tokens of the same prompt but the last.
+// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first`: a stream
+// that has evaluated all tokens of the same prompt but the last; NULL: there is none.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
@@ -126,8 +126,8 @@ static void print_texts(Run *r, Batch *b) {
     }
 }
 
-// Prints n prompts and their continuations, `max_active` of them at once. With one prompt, these are
-// n texts of it.
+// Prints n prompts and their continuations, `max_active` of them at once. If there is one prompt,
+// prints n texts of it.
 static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_active) {
     Batch b = {.prompts = prompts, .same_prompt = n_prompts == 1, .n = n, .max_active = max_active};
     double began = 0, middle = 0;

@@ -144,7 +144,7 @@ static bool read_number(Json *j, double *value) {
     return true;
 }
 
-// Appends a string in quotes. Control characters are escaped, also those that only a terminal obeys.
+// Appends a string in quotes. Escapes control characters, also those that only a terminal obeys.
 static void append_json(Text *out, const char *s, size_t n) {
     append(out, "\"", 1);
     for (size_t at = 0, length; at < n; at += length) {

@@ -272,8 +272,8 @@ static bool encode_request(const Run *r, const Request *q, const char *chat_erro
     return !*error->text;
 }
 
-// Begins the answer to a line. If the line is no valid request, answers it with an error and returns
-// NULL.
+// Begins the answer to a line. If the line is not a valid request, prints an error as its answer
+// and returns NULL.
 static Answer *begin_answer(const Run *r, const char *line, size_t n, const char *chat_error) {
     const llamac_sampler *given = &r->sampler; // by the command line
     Json json = {.s = line, .n = n};

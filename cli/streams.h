@@ -39,7 +39,7 @@ typedef struct {
     Text out; // may be shown, but is not printed yet
 } Stream;
 
-// Starts the engine. Its sequences have up to `positions` tokens; the caller passes no more than the
+// Starts the engine. Its sequences have up to `positions` tokens; the caller passes at most the
 // context.
 static void start(Run *r, int positions) {
     llamac_options o = r->options;

@@ -284,8 +284,8 @@ LLAMAC_API const float *llamac_batch_logits(const llamac_engine *, int i);
 // Fails if there are none, or if they are not finite.
 LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll, llamac_error *);
 
-// How a token is sampled. Zeros leave a step out. The steps, in this order: logit biases, penalties,
-// mask, temperature, softmax, top-k, min-p, top-p, and the draw.
+// How a token is sampled. Zeros leave a step out. The steps are, in this order: logit biases,
+// penalties, mask, temperature, softmax, top-k, min-p, top-p, and the draw.
 typedef struct {
     float temperature; // 0: greedy, the most likely token after biases, penalties and mask
     // top-p: sample from the most likely of the tokens that top-k and min-p have left, so many that
@@ -294,8 +294,8 @@ typedef struct {
     uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
     int topk;       // sample from so many of the most likely tokens; 0: from all
     float minp;     // leave out tokens less likely than this share of the most likely; 0: none
-    // The penalties are for the tokens of the sequence, prompt included. repeat: positive logits are
-    // divided by it, others multiplied, as in llama.cpp; 0 or 1: none
+    // The penalties are for the tokens of the sequence, prompt included. repeat_penalty: positive
+    // logits are divided by it, others multiplied, as in llama.cpp; 0 or 1: none
     float repeat_penalty;
     float frequency_penalty; // subtracted from the logit for each occurrence, as in OpenAI's API
     float presence_penalty;  // subtracted once, likewise
