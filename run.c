@@ -51,8 +51,8 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
     llamac_text_free(text);
 }
 
-// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first`: a stream
-// that has evaluated all tokens of the same prompt but the last; NULL: there is none.
+// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
+// or a stream that has evaluated all tokens of the same prompt but the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
