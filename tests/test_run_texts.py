@@ -25,24 +25,30 @@ def model(tmp_path_factory):
 
 # ---- samplers
 
-def test_penalties_by_the_greedy_text_of_transformers(run_bin, model):
+@pytest.fixture
+def one_thread():
+    """On a busy machine, torch's threads wait for each other longer than a small model computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_penalties_by_the_greedy_text_of_transformers(run_bin, model, one_thread):
     """Penalties of the last 64 tokens, prompt included."""
     path, source = model
-    for repeat, frequency, presence in ((1.3, 0, 0), (1.1, 0.5, 0.25), (0, 0, 1.5), (0.5, 0, 0), (1, 2, -1)):
+    for repeat, frequency, presence in ((1.1, 0.5, 0.25), (0.7, 0, -1)):
         oracle, ids = source.oracle(), ids_of("Hello there")
-        while len(ids) < 100:
+        while len(ids) < 90:
             with torch.no_grad():
                 x = oracle(torch.tensor([ids])).logits[0, -1].double()
             for token, count in Counter(ids[-64:]).items():
-                if repeat:
-                    x[token] = x[token] / repeat if x[token] > 0 else x[token] * repeat
+                x[token] = x[token] / repeat if x[token] > 0 else x[token] * repeat
                 x[token] -= count * frequency + presence
-            ids.append(int(x[3:].argmax()) + 3 if x[3:].max() > x[:3].max() else int(x.argmax()))
-        shown = b"".join(b"" if i < 3 else bytes([i - 3]) if i < 259 else source.pieces[i][0] for i in ids[1:])
-        said = run(run_bin, path, "-t", 0, "-n", 99, "-i", "Hello there", "--raw", "--repeat-penalty", repeat,
-                   "--frequency-penalty", frequency, "--presence-penalty", presence)
-        end = next((n for n, i in enumerate(ids) if i in (1, 2) and n), None)
-        assert end is not None or said == shown + b"\n", (repeat, frequency, presence)
+            ids.append(int(x.argmax()))
+        shown = b"".join(source.pieces[0][0] if i == 0 else bytes([i - 3]) if i < 259 else source.pieces[i][0] for i in ids[1:])
+        assert run(run_bin, path, "-t", 0, "-n", 89, "-i", "Hello there", "--raw", "--repeat-penalty", repeat,
+                   "--frequency-penalty", frequency, "--presence-penalty", presence) == shown + b"\n", (repeat, frequency, presence)
 
 
 def test_one_candidate_is_the_most_likely_token(run_bin, model):
@@ -111,8 +117,8 @@ def test_texts_at_once_equal_single_texts(run_bin, tmp_path, form):
         source.write_gguf(tmp_path / "m.gguf", form)
         for prompt, more in ((TEXT[:20], []), ("", ["-k", 20, "--min-p", 0.01]), (TEXT, ["--repeat-penalty", 1.2]), ("x", ["--stop", "e"])):
             flags = ["-i", prompt, "-n", 110, "-t", 1.2, *more]
-            expected = singles(run_bin, tmp_path / "m.gguf", range(7, 12), *flags)
-            assert run(run_bin, tmp_path / "m.gguf", "-s", 7, "-b", 5, *flags) == expected, (seq, prompt, more)
+            expected = singles(run_bin, tmp_path / "m.gguf", range(7, 10), *flags)
+            assert run(run_bin, tmp_path / "m.gguf", "-s", 7, "-b", 3, *flags) == expected, (seq, prompt, more)
 
 
 def test_lines_of_a_file_equal_single_prompts(run_bin, model, tmp_path):
@@ -120,7 +126,7 @@ def test_lines_of_a_file_equal_single_prompts(run_bin, model, tmp_path):
     path, _ = model
     lines = ["Hello", "", TEXT, "a", "é日", TEXT[:50], "b" * 300, "The end", "x y", "z"]
     (tmp_path / "lines").write_bytes("\n".join(lines).encode())
-    for flags in (["-t", 0, "-n", 70], ["-s", 5, "-n", 100], ["-s", 5, "-n", 20]):
+    for flags in (["-s", 5, "-n", 100], ["-t", 0, "-n", 20]):
         expected = b"---\n".join(run(run_bin, path, "-i", line, *flags) for line in lines)
         for at_once in ([], ["-b", 1], ["-b", 3]):
             assert run(run_bin, path, "--prompts", tmp_path / "lines", *at_once, *flags) == expected
