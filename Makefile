@@ -11,8 +11,8 @@ ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70
 PYTHON  ?= python3
 LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
 SOURCES := run.c $(LIBRARY)
-FORMATTED = run.c $(wildcard runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
-HEADERS := $(wildcard runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
+FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
+HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar
 RUNS    := 3000000

@@ -2,265 +2,18 @@
 // measures perplexity and speed. Text goes to stdout, everything else to stderr. An error ends the
 // program with one line `run: <subject>: <message>` and exit code 1.
 #define _DEFAULT_SOURCE 1 // POSIX beside C11
-#include <errno.h>
-#include <limits.h>
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
-#include <time.h>
+#include <sys/stat.h>
 #include <unistd.h>
-#include "runtime/llamac.h"
+#include "cli/common.h"
+#include "cli/options.h"
+#include "cli/requests.h"
+#include "cli/streams.h"
 
 // ----------------------------------------------------------------------------
-// Errors, memory, texts
-
-// Ends the program with the line `run: <subject>: <message>`. The subject may be a path: it keeps
-// its UTF-8, and '?' replaces only control characters. The message may quote text of the user that
-// was cut, by %.40s for example, in the middle of a UTF-8 character: '?' replaces every byte that
-// is not printable ASCII.
-__attribute__((format(printf, 2, 3), noreturn)) static void die(const char *subject,
-                                                                const char *format, ...) {
-    char message[600];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(message, sizeof message, format, args);
-    va_end(args);
-    fflush(stdout);
-    fputs("run: ", stderr);
-    for (const char *c = subject; *c; c++)
-        fputc((unsigned char)*c < ' ' || *c == 127 ? '?' : *c, stderr);
-    fputs(": ", stderr);
-    for (const char *c = message; *c; c++) fputc(*c < ' ' || *c > '~' ? '?' : *c, stderr);
-    fputc('\n', stderr);
-    exit(1);
-}
-
-static void *resize(void *p, size_t n, size_t size) {
-    p = n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // + 1: never 0 bytes
-    if (!p) die("memory", "there is not enough");
-    return p;
-}
-
-typedef struct {
-    char *s;
-    size_t n, capacity;
-} Text; // a growing string, which may contain zero bytes
-
-enum { MAX_TEXT = 1 << 27 }; // bytes; also bounds the input from an endless stream
-
-static void append(Text *text, const char *s, size_t n) {
-    if (n > MAX_TEXT - text->n) die("text", "it has more than %d bytes", MAX_TEXT);
-    if (text->n + n > text->capacity) {
-        text->capacity = 2 * text->capacity + n;
-        text->s = resize(text->s, text->capacity, 1);
-    }
-    if (n) memcpy(text->s + text->n, s, n);
-    text->n += n;
-}
-
-// Reads a whole file or pipe, without the byte-order mark that some editors put before UTF-8.
-static Text read_file(const char *path) {
-    Text text = {0};
-    char buffer[1 << 16];
-    FILE *file = fopen(path, "rb");
-    if (!file) die(path, "%s", strerror(errno));
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, file));) append(&text, buffer, n);
-    if (ferror(file)) die(path, "%s", strerror(errno));
-    fclose(file);
-    if (text.n >= 3 && !memcmp(text.s, "\xef\xbb\xbf", 3)) memmove(text.s, text.s + 3, text.n -= 3);
-    return text;
-}
-
-// Seconds on a monotonic clock.
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-// ----------------------------------------------------------------------------
-// Printing: whole UTF-8 characters, without characters that a terminal could take for a command
-
-typedef struct {
-    bool raw;     // print all bytes as they are
-    char held[4]; // bytes that wait until their character is complete
-    int n;        // number of bytes held
-} Printer;
-
-static void print_bytes(const char *s, size_t n) {
-    if (n && fwrite(s, 1, n, stdout) != n) die("stdout", "%s", strerror(errno));
-}
-
-static void flush(void) {
-    if (fflush(stdout)) die("stdout", "%s", strerror(errno));
-}
-
-// Prints a character, unless it is a control character (C0, DEL, C1) other than newline and tab.
-static void print_character(const char *s, int n) {
-    unsigned char c = s[0];
-    bool c0 = n == 1 && ((c < ' ' && c != '\n' && c != '\t') || c == 127);
-    bool c1 = n == 2 && c == 0xc2 && (unsigned char)s[1] < 0xa0;
-    if (!c0 && !c1) print_bytes(s, n);
-}
-
-// Prints the held bytes, except an incomplete character to which later bytes may still belong.
-// U+FFFD replaces each byte that does not begin a valid character. `end`: no bytes follow.
-static void print_held(Printer *p, bool end) {
-    while (p->n) {
-        unsigned char c = p->held[0];
-        int valid = llamac_utf8(p->held, p->n); // length of a complete character, or 0
-        int expected = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1; // by its first byte
-        // No later byte can make the character valid (used only if it is not valid yet)
-        bool broken = end || c >= 0xf5 || p->n >= expected;
-        for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
-        if (!valid && !broken) return;
-        if (valid) print_character(p->held, valid);
-        else print_bytes("\xef\xbf\xbd", 3);
-        int used = valid ? valid : 1;
-        memmove(p->held, p->held + used, p->n -= used);
-    }
-}
-
-static void print(Printer *p, const char *s, size_t n) {
-    if (p->raw) print_bytes(s, n);
-    for (size_t i = 0; i < n && !p->raw; i++) {
-        p->held[p->n++] = s[i];
-        print_held(p, false);
-    }
-}
-
-static void print_end(Printer *p) {
-    print_held(p, true);
-    print_bytes("\n", 1);
-    flush();
-}
-
-// Prints a question and reads a line, without its newline. Returns false at the end of the input.
-static bool ask(const char *question, Text *line) {
-    print_bytes(question, strlen(question));
-    flush();
-    int c;
-    for (line->n = 0; (c = getchar()) != EOF && c != '\n';) append(line, &(char){(char)c}, 1);
-    if (ferror(stdin)) die("stdin", "%s", strerror(errno));
-    return c != EOF || line->n;
-}
-
-// ----------------------------------------------------------------------------
-// Evaluating tokens: the engine, and the window of tokens that the model sees
-
-typedef struct {
-    llamac_model *model;
-    llamac_info info;
-    llamac_options options; // options.positions is the context: max tokens that the model sees
-    llamac_engine *engine;
-    llamac_sequence *sequence;
-    llamac_sampler sampler;
-    Printer printer;
-    int steps;   // max tokens of a text, or of an answer in a chat
-    int *window; // tokens whose keys and values are cached, at most llamac_positions(engine)
-    int pos;     // number of tokens in the window
-    bool slid;   // the window has slid at least once
-    bool told;   // the user has been told that it slid
-} Run;
-
-// Starts an engine whose sequences have up to `positions` tokens; the caller passes no more than
-// the context.
-static void start(Run *r, int positions) {
-    llamac_options o = r->options;
-    llamac_error error;
-    o.positions = positions;
-    r->engine = llamac_start(r->model, &o, &error);
-    if (!r->engine) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
-    r->sequence = llamac_sequence_new(r->engine, &error);
-    if (!r->sequence) die("start", "%s", error.text);
-    if (*llamac_note(r->engine)) fprintf(stderr, "%s\n", llamac_note(r->engine));
-    r->window = resize(NULL, positions, sizeof(int));
-}
-
-// Evaluates n tokens from position pos on.
-static void forward(Run *r, const int *tokens, int n, int pos) {
-    llamac_error error;
-    if (!llamac_forward(r->sequence, tokens, n, pos, &error)) die("model", "%s", error.text);
-}
-
-static int sample(Run *r, llamac_sampler *sampler) {
-    llamac_error error;
-    int token = llamac_sample(r->sequence, sampler, &error);
-    if (token < 0) die("model", "%s", error.text);
-    return token;
-}
-
-// Makes room in the window: its first half then holds the latest tokens of the text, ending with
-// the n new ones (only the last of them if n exceeds the half). If the half has two places or more,
-// the first token of the text, usually BOS, replaces the oldest of these. The caller evaluates this
-// half again. The other half fills before the window slides again, so each token is evaluated twice
-// on average, however long the text is. Returns the number of tokens in the window.
-static int slide(Run *r, const int *tokens, int n) {
-    int positions = llamac_positions(r->engine), half = positions > 3 ? positions / 2 : 1;
-    int first = r->pos ? r->window[0] : tokens[0];
-    int new = n < half ? n : half, old = half - new;
-    r->slid = true;
-    memmove(r->window, r->window + r->pos - old, old * sizeof(int));
-    memcpy(r->window + old, tokens + n - new, new * sizeof(int));
-    if (half > 1) r->window[0] = first;
-    return half;
-}
-
-// Evaluates the next n tokens of the text. If they do not fit into the window, slides it first and
-// evaluates all tokens that it then holds; new tokens that do not fit into the half are never
-// evaluated.
-static void feed(Run *r, const int *tokens, int n) {
-    if (n > llamac_positions(r->engine) - r->pos) {
-        n = slide(r, tokens, n);
-        tokens = r->window;
-        r->pos = 0;
-    } else memcpy(r->window + r->pos, tokens, n * sizeof(int));
-    forward(r, tokens, n, r->pos);
-    r->pos += n;
-}
-
-static void print_token(Run *r, int previous, int token) {
-    char buffer[256], *text = buffer;
-    size_t n = llamac_decode(r->model, previous, token, buffer, sizeof buffer);
-    if (n > sizeof buffer) {
-        text = resize(NULL, n, 1);
-        llamac_decode(r->model, previous, token, text, n);
-    }
-    print(&r->printer, text, n);
-    if (text != buffer) free(text);
-    flush();
-}
-
-// Ends the line of a text, and then reports, once, that the window slid. An earlier report would
-// interrupt the text if stdout and stderr are the same terminal.
-static void end_text(Run *r) {
-    print_end(&r->printer);
-    if (r->slid && !r->told)
-        fprintf(stderr, "the context of %d tokens is full: it slides over the text\n",
-                llamac_positions(r->engine));
-    r->told = r->slid;
-}
-
-// Samples and prints up to `max` tokens; stops early at a token that ends the text. *last is the
-// last token of the text, already evaluated, and becomes the last token printed. Each printed token
-// is evaluated, except number `max`. Returns the number of tokens printed.
-static int continue_text(Run *r, int *last, int max) {
-    for (int n = 0; n < max; n++) {
-        int next = sample(r, &r->sampler);
-        if (llamac_ends(r->model, next)) return n;
-        print_token(r, *last, next);
-        *last = next;
-        if (n + 1 < max) feed(r, last, 1);
-    }
-    return max;
-}
-
-// ----------------------------------------------------------------------------
-// Texts and chats
+// Texts
 
 static int *encode(const Run *r, Text text, bool bos, int *n) {
     llamac_error error;
@@ -279,37 +32,146 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
     return tokens;
 }
 
-// Prints the prompt and its continuation: at most r->steps tokens in all. BOS is not counted.
-static void generate(Run *r, Text prompt) {
-    int n, evaluated = 0, prompt_evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
-    int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
-    int max = (int)(total - n);
-    double begin = 0, middle = 0, end;
+// Adds the text of a prompt's tokens to what may be shown.
+static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
+    llamac_error error;
+    const char *shown;
+    size_t bytes;
+    int flags = LLAMAC_TEXT_GO_ON | (r->raw ? LLAMAC_TEXT_RAW : 0);
     // Without BOS, the first token is decoded as if it followed BOS
-    for (int i = 0; i < n && i < total; i++)
-        print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
-    if (max > 0) {
+    llamac_text *text = llamac_text_new(r->model, r->info.bos, NULL, 0, flags, &error);
+    if (!text) die("text", "%s", error.text);
+    for (int i = 0; i < n; i++) {
+        if (llamac_text_add(text, tokens[i], &shown, &bytes, &error) < 0)
+            die("text", "%s", error.text);
+        append(&s->out, shown, bytes);
+    }
+    if (!llamac_text_finish(text, &shown, &bytes, &error)) die("text", "%s", error.text);
+    append(&s->out, shown, bytes);
+    llamac_text_free(text);
+}
+
+// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
+// or a stream that has evaluated all tokens of the same prompt but the last.
+static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
+    int n, *tokens = encode_prompt(r, prompt, &n);
+    int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
+    show_prompt(r, s, tokens, n < total ? n : (int)total);
+    s->prompt_tokens = n;
+    s->done = n >= total;
+    if (!s->done) {
         int context = r->options.positions;
         // The last token is not evaluated, so r->steps positions are enough, even with BOS
-        start(r, r->steps < context ? r->steps : context);
-        begin = seconds();
-        feed(r, tokens, n);
-        middle = seconds();
-        prompt_evaluated = r->pos; // fewer than n if the window slid
-        int printed = continue_text(r, &tokens[n - 1], max);
-        evaluated = printed < max ? printed : max - 1;
-    }
-    end = seconds();
-    end_text(r);
-    if (max > 0) {
-        fprintf(stderr, "achieved tok/s: %f\n", evaluated / (end - middle));
-        fprintf(stderr, "prompt: %d tokens evaluated, tok/s: %f\n", prompt_evaluated,
-                prompt_evaluated / (middle - begin));
-    } else {
-        fprintf(stderr, "nothing was added: the prompt has %d tokens, and -n %d counts them too\n",
-                n, r->steps);
+        if (!r->engine) start(r, r->steps < context ? r->steps : context);
+        if (first) open_copy(r, s, first);
+        else open_stream(r, s), feed(r, s, tokens, n);
+        begin_text(r, s, r->stops, r->n_stops, (int)(total - n));
     }
     llamac_free(tokens);
+}
+
+// The texts of a call of generate.
+typedef struct {
+    const Text *prompts; // (n,), or one for all texts: it is then evaluated once
+    bool same_prompt;
+    Stream *streams;             // (n,)
+    int n, begun, printed;       // texts: in all, begun, printed completely
+    Stream *active[MAX_AT_ONCE]; // (n_active,) that are begun and not done
+    int n_active, max_active;
+} Batch;
+
+// Begins the next texts, as many as may be active. Texts of the same prompt have different seeds.
+static void begin_texts(Run *r, Batch *b) {
+    for (; b->n_active < b->max_active && b->begun < b->n; b->begun++) {
+        bool same = b->same_prompt && b->n > 1, first = b->begun == 0;
+        Stream *s = &b->streams[b->begun];
+        s->sampler = r->sampler;
+        if (same) s->sampler.state += b->begun;
+        begin_prompt(r, s, b->prompts[same ? 0 : b->begun], same && !first ? b->streams : NULL);
+        if (!s->done) b->active[b->n_active++] = s;
+        if (!same || !first || s->done || s->length == 1) continue;
+        // Evaluate what all texts share: the prompt without its last token, which each evaluates to
+        // have its own logits
+        s->length--;
+        evaluate(r, &s, 1);
+        s->length++;
+    }
+}
+
+// Samples a token for each active text, and closes the texts that are then done.
+static void continue_texts(Run *r, Batch *b) {
+    int left = 0;
+    sample_all(r, b->active, b->n_active);
+    for (int i = 0; i < b->n_active; i++) {
+        if (b->active[i]->done) close_stream(b->active[i]);
+        else b->active[left++] = b->active[i];
+    }
+    b->n_active = left;
+}
+
+// Prints what may be shown, in order: a text that is not done holds up the later ones.
+static void print_texts(Run *r, Batch *b) {
+    for (; b->printed < b->n; b->printed++) {
+        Stream *s = &b->streams[b->printed];
+        print_out(r, s);
+        if (!s->done) return;
+        end_line(r, s);
+        if (!s->max)
+            fprintf(stderr,
+                    "nothing was added: the prompt has %d tokens, and -n %d counts them too\n",
+                    s->prompt_tokens, r->steps);
+        if (b->printed < b->n - 1) print_bytes("---\n", 4);
+        free(s->out.s);
+        s->out = (Text){0};
+    }
+}
+
+// Prints n prompts and their continuations, `max_active` of them at once. If there is one prompt,
+// prints n texts of it.
+static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_active) {
+    Batch b = {.prompts = prompts, .same_prompt = n_prompts == 1, .n = n, .max_active = max_active};
+    double began = 0, middle = 0;
+    int64_t prompt_tokens = 0; // evaluated before the first token is sampled
+    b.streams = resize(NULL, n, sizeof *b.streams);
+    memset(b.streams, 0, n * sizeof *b.streams);
+    while (b.printed < n) {
+        begin_texts(r, &b);
+        print_texts(r, &b);
+        if (!b.n_active) continue;
+        if (!began) began = seconds();
+        evaluate(r, b.active, b.n_active);
+        if (!middle) middle = seconds(), prompt_tokens = r->evaluated;
+        continue_texts(r, &b);
+        print_texts(r, &b);
+    }
+    double end = seconds();
+    free(b.streams);
+    if (!began) return;
+    if (n > 1) {
+        fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n, (long long)r->evaluated,
+                (double)r->evaluated / (end - began));
+        return;
+    }
+    fprintf(stderr, "achieved tok/s: %f\n",
+            (double)(r->evaluated - prompt_tokens) / (end - middle));
+    fprintf(stderr, "prompt: %lld tokens evaluated, tok/s: %f\n", (long long)prompt_tokens,
+            (double)prompt_tokens / (middle - began));
+}
+
+// Continues the lines of a file. Empty lines are prompts too.
+static void generate_lines(Run *r, Text file, int max_active) {
+    int n = 0, capacity = 0;
+    Text *lines = NULL;
+    for (size_t at = 0, end; at < file.n; at = end + 1) {
+        for (end = at; end < file.n && file.s[end] != '\n';) end++;
+        size_t length = end - at;
+        if (length && file.s[end - 1] == '\r') length--;
+        if (n == capacity) lines = resize(lines, capacity = 2 * capacity + 64, sizeof *lines);
+        lines[n++] = (Text){.s = file.s + at, .n = length};
+    }
+    if (!n) die("--prompts", "the file has no lines");
+    generate(r, lines, n, n, max_active);
+    free(lines);
 }
 
 static int *encode_turn(const Run *r, bool first, const char *system, Text words, int *n) {
@@ -323,26 +185,35 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
 // from -i or -f, the system prompt from -y. An empty answer to the question for it means the one in
 // the file's template.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
-    int pending = -1; // last token of an answer that was cut off, not evaluated yet; -1: none
+    Stream stream = {.sampler = r->sampler}, *s = &stream;
+    bool pending = false; // the answer before was cut off: its last token is not in the window yet
     Text line = {0}, prompt = {0};
-    if (system) append(&prompt, system, strlen(system));
+    if (system) append_string(&prompt, system);
     else ask("Enter system prompt (optional): ", &prompt);
     append(&prompt, "", 1); // the zero at the end of a C string
     if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
     if (!system && *prompt.s) system = prompt.s;
     start(r, r->options.positions);
+    open_stream(r, s);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
         int n, *tokens = encode_turn(r, first, system, first && has_words ? words : line, &n);
-        if (pending >= 0) feed(r, &pending, 1);
-        feed(r, tokens, n);
-        print_bytes("Assistant: ", 11);
-        int last = tokens[n - 1];
-        bool cut_off = continue_text(r, &last, r->steps) == r->steps;
-        pending = cut_off ? last : -1;
-        end_text(r);
-        if (cut_off) fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
+        if (pending) feed(r, s, &s->last, 1);
+        feed(r, s, tokens, n);
         llamac_free(tokens);
+        print_bytes("Assistant: ", 11);
+        begin_text(r, s, r->stops, r->n_stops, r->steps);
+        while (!s->done) {
+            evaluate(r, &s, 1);
+            sample_next(r, s);
+            print_out(r, s);
+        }
+        pending = s->result != LLAMAC_END;
+        end_line(r, s);
+        if (s->result == LLAMAC_MORE)
+            fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
     }
+    close_stream(s);
+    free(s->out.s);
     free(line.s);
     free(prompt.s);
 }
@@ -354,12 +225,12 @@ enum { MAX_ROWS = 128 }; // tokens whose logits are kept at once
 
 // Evaluates up to `max` tokens from position pos on, at most MAX_ROWS, with the logits of each.
 // Returns the number of tokens evaluated.
-static int evaluate_some(Run *r, const int *tokens, int max, int pos) {
+static int evaluate_some(Run *r, llamac_sequence *sequence, const int *tokens, int max, int pos) {
     llamac_batch_token batch[MAX_ROWS];
     llamac_error error;
     int n = max < MAX_ROWS ? max : MAX_ROWS;
     for (int i = 0; i < n; i++)
-        batch[i] = (llamac_batch_token){r->sequence, tokens[i], pos + i, /*logits*/ true};
+        batch[i] = (llamac_batch_token){sequence, tokens[i], pos + i, /*logits*/ true};
     if (!llamac_evaluate(r->engine, batch, n, &error)) die("model", "%s", error.text);
     return n;
 }
@@ -382,16 +253,18 @@ static void perplexity(Run *r, Text text) {
     int window = inputs < context ? inputs : context;
     if (inputs < 1) die("perplexity", "the text has no tokens");
     start(r, window);
+    llamac_sequence *sequence = new_sequence(r);
     double nll = 0;
     for (int at = 0, T; at < inputs; at += T) {
         int pos = at % window, left = inputs - at, room = window - pos;
-        T = evaluate_some(r, tokens + at, left < room ? left : room, pos);
+        T = evaluate_some(r, sequence, tokens + at, left < room ? left : room, pos);
         for (int t = 0; t < T; t++) nll += nll_of(r, t, tokens[at + t + 1]);
         if (!isatty(2)) continue;
         fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
     }
     printf("perplexity %.4f (%d tokens, %.6f nats per token, %.6f bits per byte)\n",
            exp(nll / inputs), inputs, nll / inputs, nll / log(2) / (double)text.n);
+    llamac_sequence_free(sequence);
     llamac_free(tokens);
 }
 
@@ -402,14 +275,16 @@ static void dump_logits(Run *r, Text prompt) {
     if (n > r->options.positions)
         die("prompt", "%d tokens, but the context is %d", n, r->options.positions);
     start(r, n);
+    llamac_sequence *sequence = new_sequence(r);
     for (int at = 0, T; at < n; at += T) {
-        T = evaluate_some(r, tokens + at, n - at, at);
+        T = evaluate_some(r, sequence, tokens + at, n - at, at);
         for (int t = 0; t < T; t++) {
             nll_of(r, t, 0); // dies if the logits are not finite
             const char *logits = (const char *)llamac_batch_logits(r->engine, t);
             print_bytes(logits, sizeof(float) * r->info.vocab_size);
         }
     }
+    llamac_sequence_free(sequence);
     llamac_free(tokens);
 }
 
@@ -460,12 +335,20 @@ static double peak_memory(void) {
 #endif
 }
 
+// Evaluates n tokens from position pos on.
+static void forward(llamac_sequence *sequence, const int *tokens, int n, int pos) {
+    llamac_error error;
+    if (!llamac_forward(sequence, tokens, n, pos, &error)) die("model", "%s", error.text);
+}
+
 // Evaluates n tokens one by one: `token` at position 0, then the most likely token each time.
-static void decode_greedily(Run *r, int token, int n) {
+static void decode_greedily(llamac_sequence *sequence, int token, int n) {
+    llamac_error error;
     llamac_sampler greedy = {0};
     for (int pos = 0; pos < n; pos++) {
-        forward(r, &token, 1, pos);
-        token = sample(r, &greedy);
+        forward(sequence, &token, 1, pos);
+        token = llamac_sample(sequence, &greedy, &error);
+        if (token < 0) die("model", "%s", error.text);
     }
 }
 
@@ -483,16 +366,17 @@ static void bench(Run *r, double began, bool json) {
     double bytes = llamac_bytes_per_token(r->model);
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * r->info.vocab_size / n);
     start(r, n > decoded ? n : decoded);
-    decode_greedily(r, bos, 1);
+    llamac_sequence *sequence = new_sequence(r);
+    decode_greedily(sequence, bos, 1);
     double first_token = seconds() - began;
-    for (int i = 0; i < WARM_UP; i++) forward(r, &bos, 1, 0);
-    forward(r, tokens, n, 0);
+    for (int i = 0; i < WARM_UP; i++) forward(sequence, &bos, 1, 0);
+    forward(sequence, tokens, n, 0);
     double begin = seconds();
     for (; runs < BENCH_RUNS && (!runs || seconds() - begin < BENCH_SECONDS); runs++) {
         double before = seconds();
-        forward(r, tokens, n, 0);
+        forward(sequence, tokens, n, 0);
         double middle = seconds();
-        decode_greedily(r, bos, decoded);
+        decode_greedily(sequence, bos, decoded);
         prompt[runs] = middle - before;
         decode[runs] = seconds() - middle;
         bandwidth[runs] = llamac_bandwidth(r->engine);
@@ -516,166 +400,11 @@ static void bench(Run *r, double began, bool json) {
            llamac_threads(r->engine), first_token * 1e3, n, n / median(prompt, runs), decoded,
            decode_speed, bytes, bytes * decode_speed / 1e9, median(bandwidth, runs) / 1e9,
            median(share, runs), peak_memory());
+    llamac_sequence_free(sequence);
 }
 
 // ----------------------------------------------------------------------------
-// The command line
-
-static const char help[] =
-    "Usage: run MODEL [options]      MODEL: a GGUF file, or one of llama2.c's .bin files\n"
-    "Defaults are in parentheses.\n"
-    "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
-    "  -p NUMBER        sample from the most likely tokens with this total probability;\n"
-    "                   0 or 1: from all (0.9)\n"
-    "  -s NUMBER        seed, 0 takes the time (0)\n"
-    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat;\n"
-    "                   0 is the context (256)\n"
-    "  -c NUMBER        context: max tokens that the model sees at once (the model's maximum)\n"
-    "  -i TEXT          prompt\n"
-    "  -f FILE          prompt from a file\n"
-    "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
-    "  -m MODE          generate or chat (generate)\n"
-    "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
-    "  -j NUMBER        threads (as many as cores, 64 at most)\n"
-    "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
-    "                   (f32; f16 where the weights are quantised)\n"
-    "  --no-copy        compute from the mapped file (shared between processes)\n"
-    "                   instead of a faster copy of it\n"
-    "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
-    "                   (runcuda: cuda; run: cpu, its only device)\n"
-    "  --raw            print control characters that the model writes\n"
-    "  --perplexity FILE  how well the model predicts a text\n"
-    "  --template NAME  what the chat puts around your words (as the model file says):\n"
-    "                   chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1,\n"
-    "                   mistral-v3, mistral-v3-tekken, phi3 or phi4-mini\n"
-    "  --tokenize       print the token ids of the prompt, or of each line of the input;\n"
-    "                   with -m chat those of your turns\n"
-    "  --verify         compare the weights with the checksum in the file\n"
-    "  --logits         write the logits of every prompt token as float32\n"
-    "  --bench          measure the speed with a prompt, then with -n tokens one by one;\n"
-    "                   --json prints JSON\n"
-    "  -h, --help       this text\n";
-
-#ifdef CUDA
-static const char default_device[] = "cuda";
-#else
-static const char default_device[] = "cpu";
-#endif
-
-typedef struct {
-    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system;
-    const char *template, *perplexity, *device, *kv;
-    double temperature, topp, seed, steps, context, threads;
-    bool raw, no_copy, tokenize, logits, verify, bench, json;
-} Options;
-
-// An option of the command line. One of `on`, `text` and `number` points to where its value is
-// stored; the other two are NULL.
-typedef struct {
-    const char *flag;
-    bool *on; // the option has no value
-    const char **text;
-    double *number, min, max;
-    bool whole; // the number is a whole one
-} Option;
-
-static Option find_option(Options *o, const char *flag) {
-    const Option options[] = {
-        {"-t", .number = &o->temperature, .max = 1e6},
-        {"-p", .number = &o->topp, .max = 1},
-        {"-s", .number = &o->seed, .max = 9007199254740991, .whole = true},
-        {"-n", .number = &o->steps, .max = INT_MAX, .whole = true},
-        {"-c", .number = &o->context, .min = 1, .max = INT_MAX, .whole = true},
-        {"-j", .number = &o->threads, .min = 1, .max = 1024, .whole = true},
-        {"-i", .text = &o->prompt},
-        {"-f", .text = &o->prompt_file},
-        {"-z", .text = &o->tokenizer},
-        {"-m", .text = &o->mode},
-        {"-y", .text = &o->system},
-        {"--kv", .text = &o->kv},
-        {"--device", .text = &o->device},
-        {"--perplexity", .text = &o->perplexity},
-        {"--template", .text = &o->template},
-        {"--no-copy", .on = &o->no_copy},
-        {"--raw", .on = &o->raw},
-        {"--tokenize", .on = &o->tokenize},
-        {"--verify", .on = &o->verify},
-        {"--logits", .on = &o->logits},
-        {"--bench", .on = &o->bench},
-        {"--json", .on = &o->json},
-    };
-    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
-        if (!strcmp(flag, options[i].flag)) return options[i];
-    die(flag, "no such option; see run --help");
-}
-
-// Parses a decimal number from o->min to o->max.
-static double parse_number(const Option *o, const char *s) {
-    char *end;
-    double value = strtod(s, &end);
-    bool plain = *s && strspn(s, o->whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
-    if (!plain || *end || !(value >= o->min && value <= o->max))
-        die(o->flag, "'%.40s' is not a %snumber from %.0f to %.0f", s, o->whole ? "whole " : "",
-            o->min, o->max);
-    return value;
-}
-
-// Stores the value of an option; NULL: the command line has none.
-static void set_option(const Option *o, const char *value) {
-    if (!o->on && !value) die(o->flag, "its value is missing; see run --help");
-    if (o->on) *o->on = true;
-    else if (o->text) *o->text = value;
-    else *o->number = parse_number(o, value);
-}
-
-// Bits of a number in the KV cache; 0 lets the library choose.
-static int kv_bits(const char *name) {
-    if (!name) return 0;
-    if (!strcmp(name, "f32")) return 32;
-    if (!strcmp(name, "f16")) return 16;
-    if (!strcmp(name, "q8")) return 8;
-    die("--kv", "'%.40s' is no type of the KV cache, expected f32, f16 or q8", name);
-}
-
-static void check_options(const Options *o) {
-    const char *device = o->device;
-    if (!o->model)
-        die("no model given", "expected ./run model.gguf, options after it; see ./run --help");
-    if (o->prompt && o->prompt_file) die("-f", "there is a prompt from -i already");
-    if (o->tokenize + o->logits + o->verify + o->bench + (o->perplexity != NULL) > 1)
-        die("options",
-            "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
-    if (o->json && !o->bench) die("--json", "expected --bench beside it");
-    if (strcmp(o->mode, "generate") && strcmp(o->mode, "chat"))
-        die("-m", "'%s' is no mode, expected generate or chat", o->mode);
-    if (strcmp(device, "cpu") && strcmp(device, "cuda") && strcmp(device, "auto"))
-        die("--device", "'%s' is no device, expected cpu, cuda or auto", device);
-    if (!strcmp(device, "cuda") && strcmp(default_device, "cuda") != 0)
-        die("--device", "this program computes on the CPU; make runcuda builds the one for GPUs");
-    kv_bits(o->kv);
-}
-
-static Options parse_options(int argc, char **argv) {
-    Options o = {
-        .mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
-    for (int i = 1; i < argc; i++) {
-        char *flag = argv[i];
-        if (!strcmp(flag, "--help") || !strcmp(flag, "-h"))
-            print_bytes(help, strlen(help)), flush(), exit(0);
-        if (i == 1 && *flag != '-') { // the model comes first
-            o.model = flag;
-            continue;
-        }
-        if (!o.model) continue; // check_options reports it, unless --help follows
-        char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '='); // --kv=f16
-        if (equals) *equals = 0;
-        Option option = find_option(&o, flag);
-        if (equals && option.on) *equals = '=', die(flag, "this option takes no value");
-        set_option(&option, equals ? equals + 1 : option.on ? NULL : argv[++i]);
-    }
-    check_options(&o);
-    return o;
-}
+// The program
 
 // Reading a truncated mapping raises SIGBUS: another program may have cut off the model file.
 static void file_shrank(int number) {
@@ -692,13 +421,25 @@ static const char *message_of(const llamac_error *error, const char *path) {
                                                                             : error->text;
 }
 
+// Returns the path of the model, to be freed: the folder of a run has it in model.gguf.
+static char *model_path(const char *path) {
+    struct stat found;
+    Text text = {0};
+    append_string(&text, path);
+    if (!stat(path, &found) && S_ISDIR(found.st_mode)) append_string(&text, "/model.gguf");
+    append(&text, "", 1); // the zero at the end of a C string
+    return text.s;
+}
+
 // Opens the model, without its own tokenizer if -z names another. Then opens the tokenizer of -z,
 // or else tokenizer.bin in the working directory, if one is needed and missing.
 static void load(Run *r, const Options *o, bool needs_tokenizer) {
     llamac_error error;
-    r->model = llamac_open(o->model, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
+    char *path = model_path(o->model);
+    r->model = llamac_open(path, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
     if (!r->model || (o->verify && !llamac_verify(r->model, &error)))
-        die(o->model, "%s", message_of(&error, o->model));
+        die(path, "%s", message_of(&error, path));
+    free(path);
     const char *tokenizer = o->tokenizer ? o->tokenizer : "tokenizer.bin";
     bool missing = needs_tokenizer && !llamac_describe(r->model).has_tokenizer;
     if (missing && !llamac_open_tokenizer(r->model, tokenizer, &error))
@@ -715,29 +456,41 @@ int main(int argc, char **argv) {
     load(&r, &o, !o.verify && !o.bench);
     if (o.context > r.info.seq_len)
         die("-c", "%.0f tokens, but the model's context is %d", o.context, r.info.seq_len);
+    bool reads_logits = o.perplexity || o.logits || o.at_once > 1 || o.prompts || o.jsonl;
     r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len,
                                  .n_threads = (int)o.threads,
                                  .device = o.device,
                                  .no_copy = o.no_copy,
-                                 .sample_only = !o.perplexity && !o.logits,
+                                 .sample_only = !reads_logits && !needs_logits(&o),
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
-    r.printer.raw = o.raw;
+    r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
-    uint64_t seed = o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL);
-    r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, seed};
+    r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
+                                 .topp = (float)o.topp,
+                                 .state = o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL),
+                                 .topk = (int)o.topk,
+                                 .minp = (float)o.minp,
+                                 .repeat_penalty = (float)o.repeat_penalty,
+                                 .frequency_penalty = (float)o.frequency_penalty,
+                                 .presence_penalty = (float)o.presence_penalty};
+    int at_once = o.at_once ? (int)o.at_once : o.prompts || o.jsonl ? AT_ONCE : 1;
 
     bool has_prompt = o.prompt || o.prompt_file;
     // --verify, --bench, --logits and --perplexity ignore -m; --tokenize obeys it, and encodes
     // turns for a chat
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
-    if (is_chat && !llamac_use_template(r.model, o.template, &error)) {
+    bool has_template = (is_chat || o.jsonl) && llamac_use_template(r.model, o.template, &error);
+    // Without a template, --jsonl answers prompts, but no messages
+    if ((is_chat || (o.jsonl && o.template)) && !has_template) {
         if (o.template) die("--template", "%s", error.text);
         die(o.model, "%s", message_of(&error, o.model));
     }
     Text prompt = {0}, text = {0};
-    if (o.prompt) append(&prompt, o.prompt, strlen(o.prompt));
+    bool is_stdin = o.prompt && !strcmp(o.prompt, "-");
+    if (is_stdin) prompt = read_file("-");
+    else if (o.prompt) append_string(&prompt, o.prompt);
     if (o.prompt_file) prompt = read_file(o.prompt_file);
     if (o.verify) printf("the weights are intact\n");
     else if (o.perplexity) perplexity(&r, text = read_file(o.perplexity));
@@ -745,13 +498,14 @@ int main(int argc, char **argv) {
     else if (o.bench) bench(&r, began, o.json);
     else if (o.tokenize) tokenize(&r, prompt, has_prompt, o.system, is_chat);
     else if (is_chat) chat(&r, prompt, has_prompt, o.system);
-    else generate(&r, prompt);
+    else if (o.jsonl) answer_requests(&r, at_once, has_template ? "" : error.text);
+    else if (o.prompts) generate_lines(&r, text = read_file(o.prompts), at_once);
+    else generate(&r, &prompt, 1, at_once, at_once);
     flush();
 
-    llamac_sequence_free(r.sequence);
     llamac_stop(r.engine);
     llamac_close(r.model);
-    free(r.window);
+    free(r.batch);
     free(prompt.s);
     free(text.s);
     return 0;

@@ -212,8 +212,8 @@ struct Backend {
     void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                    int T);
     // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
-    // the first of equals; else like the sampler of llama.c with `coin` in [0, 1). Returns -1 if a
-    // logit is not finite. The backend of the CPU has NULL
+    // the first of equals; else like sampler.c with `coin` in [0, 1). Returns -1 if a logit is not
+    // finite. The backend of the CPU has NULL
     int (*choose)(Backend *, float temperature, float topp, float coin);
     // Measures how fast the backend reads weights, in bytes per second. It reads at most n bytes of
     // its own copy or, if it has none, the n bytes at `bytes`

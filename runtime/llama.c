@@ -1,12 +1,8 @@
-// Engines, sequences, the forward pass over a backend, and the sampler.
+// Engines, sequences, and the forward pass over a backend.
 #include <math.h>
 #include "cpu/kernels.h"
 #include "model.h"
-
-typedef struct {
-    float p;
-    int token;
-} Candidate;
+#include "sampler.h"
 
 struct llamac_engine {
     // A copy of llamac_model.transformer and of its array of layers, because the backend may change
@@ -25,14 +21,13 @@ struct llamac_engine {
     float *logits;        // (capacity, vocab_size) of the last call
     int capacity;
     bool on_host; // the last call wrote them to `logits`; else the backend's `choose` knows them
-    int *tokens, *wanted;  // (chunk,) of the pass, see Batch
-    Run *runs;             // (chunk,) likewise
-    int *row_of;           // (n,) for each token of the last call: its row of logits, or -1
-    int n;                 // tokens of the last call, 0 after a failure
-    uint64_t calls;        // that evaluated tokens, so far
-    float *probabilities;  // (vocab_size,) for the sampler
-    Candidate *candidates; // (vocab_size,) for the sampler
-    Error note;            // for llamac_note
+    int *tokens, *wanted; // (chunk,) of the pass, see Batch
+    Run *runs;            // (chunk,) likewise
+    int *row_of;          // (n,) for each token of the last call: its row of logits, or -1
+    int n;                // tokens of the last call, 0 after a failure
+    uint64_t calls;       // that evaluated tokens, so far
+    SamplerMemory sampler;
+    Error note; // for llamac_note
 };
 
 struct llamac_sequence {
@@ -42,10 +37,10 @@ struct llamac_sequence {
     int length;    // tokens whose keys and values the cache has
     int capacity;  // of tokens
     int row;       // of the logits of its latest token that has some
+    int row_end;   // tokens of the sequence up to that one
     uint64_t call; // that computed them: they are lost after the next one. 0: none
 };
 
-static const char not_finite[] = "the logits are not finite; the weights of the model are broken";
 static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
 static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
 
@@ -172,8 +167,7 @@ static bool check_batch(const llamac_engine *engine, const llamac_batch_token *b
 }
 
 // Appends the tokens of the batch to their sequences, and drops what they replace.
-static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch, int n,
-                          Error *e) {
+static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch, int n, Error *e) {
     for (int i = 0; i < n; i++) {
         llamac_sequence *s = batch[i].sequence;
         int pos = batch[i].position;
@@ -195,8 +189,8 @@ static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch
 static bool make_rows(llamac_engine *engine, int n, Error *e) {
     engine->on_host = !(engine->sample_only && engine->backend->choose && n <= 1);
     if (!engine->on_host || n <= engine->capacity) return true;
-    float *logits = resize(engine->logits, (size_t)n * engine->model.config.vocab_size,
-                           sizeof *logits);
+    float *logits =
+        resize(engine->logits, (size_t)n * engine->model.config.vocab_size, sizeof *logits);
     CHECK(logits, "not enough memory for the logits of %d tokens", n);
     engine->logits = logits, engine->capacity = n;
     return true;
@@ -241,7 +235,9 @@ static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int
         CHECK(!failure, "%s", failure);
         for (int t = 0; t < pass.T; t++, at++) {
             engine->row_of[at] = batch[at].logits ? row : -1;
-            if (batch[at].logits) batch[at].sequence->row = row++;
+            if (!batch[at].logits) continue;
+            batch[at].sequence->row = row++;
+            batch[at].sequence->row_end = batch[at].position + 1;
         }
     }
     return true;
@@ -353,8 +349,8 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
     engine->tokens = resize(NULL, T, sizeof(int));
     engine->wanted = resize(NULL, T, sizeof(int));
     engine->runs = resize(NULL, T, sizeof(Run));
-    bool ok = engine->x && engine->attention_out && engine->tokens && engine->wanted
-              && engine->runs;
+    bool ok =
+        engine->x && engine->attention_out && engine->tokens && engine->wanted && engine->runs;
     if (!ok) {
         b->close(b);
         engine->backend = NULL;
@@ -389,9 +385,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     engine->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
     engine->sample_only = o->sample_only;
     engine->abort = o->abort, engine->data = o->data;
-    engine->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
-    engine->probabilities = resize(NULL, c->vocab_size, sizeof(float));
-    CHECK(engine->candidates && engine->probabilities, no_memory);
+    CHECK(llamac_new_sampler_memory(&engine->sampler, engine->kernels, c->vocab_size), no_memory);
     Opening opening = {.positions = engine->positions,
                        .n_threads = engine->n_threads,
                        .no_copy = o->no_copy,
@@ -415,9 +409,11 @@ llamac_engine *llamac_start_sized(const llamac_model *model, const llamac_option
     if (!model) return fail(e, no_model), NULL;
     llamac_options o = {0};
     if (options && size > sizeof o)
-        return fail(e, "llamac_options of %zu bytes, expected at most %zu: the program was "
-                       "compiled with a newer llamac.h than the library",
-                    size, sizeof o), NULL;
+        return fail(e,
+                    "llamac_options of %zu bytes, expected at most %zu: the program was "
+                    "compiled with a newer llamac.h than the library",
+                    size, sizeof o),
+               NULL;
     if (options) memcpy(&o, options, size);
     const Model *m = &model->transformer;
     llamac_engine *engine = calloc(1, sizeof *engine);
@@ -438,13 +434,14 @@ void llamac_stop(llamac_engine *engine) {
     free(engine->wanted);
     free(engine->runs);
     free(engine->row_of);
-    free(engine->candidates);
-    free(engine->probabilities);
+    llamac_free_sampler_memory(&engine->sampler);
     free(engine->model.weights.layers);
     free(engine);
 }
 
 int llamac_version(void) { return LLAMAC_VERSION; }
+
+const char *llamac_isa(void) { return llamac_choose_kernels(NULL)->name; }
 
 const char *llamac_note(const llamac_engine *engine) { return engine ? engine->note.text : ""; }
 
@@ -461,120 +458,43 @@ double llamac_bandwidth(const llamac_engine *engine) {
 }
 
 // ----------------------------------------------------------------------------
-// The sampler: llama2.c's, so a seed gives the same text
+// Sampling
 
-// Returns a uniform number in [0, 1), 24 bits (xorshift*: Marsaglia 2003, Vigna 2014). State 0
-// would stay 0, so it is replaced.
-static float random_float(llamac_sampler *s) {
-    if (!s->state) s->state = 0x9e3779b97f4a7c15;
-    s->state ^= s->state >> 12;
-    s->state ^= s->state << 25;
-    s->state ^= s->state >> 27;
-    return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
+// Samples from the logits of a row of the last call. Returns -1 after a failure.
+static int sample(llamac_engine *engine, llamac_sampler *sampler, const llamac_sequence *s, int row,
+                  Error *e) {
+    Backend *b = engine->backend;
+    int vocab_size = engine->model.config.vocab_size, next;
+    if (!llamac_check_sampler(sampler, vocab_size, e)) return -1;
+    if (engine->on_host)
+        return llamac_draw(&engine->sampler, sampler, engine->logits + (size_t)row * vocab_size,
+                           s->tokens, s->row_end, e);
+    if (!llamac_is_plain(sampler))
+        return fail(e, "the logits are in the memory of the GPU, which samples by temperature and "
+                       "top-p only; leave sample_only out of llamac_options"),
+               -1;
+    if (llamac_is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
+    else next = b->choose(b, sampler->temperature, sampler->topp, llamac_random(sampler));
+    if (next < 0) fail(e, not_finite);
+    return next;
 }
 
-// Returns the index of the largest number, the first of equals; -1 if any is NaN or infinite. The
-// first pass finds the part that contains it, so the second searches only that part.
-static int argmax(const Kernels *k, const float *x, int n) {
-    enum { PART = 1024 };
-    float max = -INFINITY;
-    int best = 0;
-    for (int i = 0; i < n; i += PART) {
-        float largest = k->largest(x + i, n - i < PART ? n - i : PART);
-        if (isnan(largest)) return -1; // the part contains NaN or infinity
-        if (largest > max) max = largest, best = i;
-    }
-    while (x[best] != max) best++;
-    return best;
-}
-
-static bool likelier(const Candidate *a, const Candidate *b) {
-    return a->p > b->p || (a->p == b->p && a->token < b->token);
-}
-
-// Restores a heap, whose root is the most likely candidate, after candidate i has changed: moves it
-// down until no child is likelier.
-static void sink(Candidate *c, int n, int i) {
-    Candidate moved = c[i];
-    for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && likelier(&c[child + 1], &c[child])) child++;
-        if (!likelier(&c[child], &moved)) break;
-        c[i] = c[child];
-    }
-    c[i] = moved;
-}
-
-// Samples from the smallest set of tokens whose total probability exceeds topp (Holtzman 2019).
-static int sample_topp(const llamac_engine *s, const float *p, float topp, float coin) {
-    int n = 0, vocab_size = s->model.config.vocab_size;
-    // The set needs no token below the cutoff. Unless all tokens are below it, at most
-    // vocab_size - 1 are; their total is less than 1 - topp, so that of the others exceeds topp
-    const float cutoff = (1.0f - topp) / (vocab_size - 1);
-    for (int i = 0; i < vocab_size; i++)
-        if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
-    // If topp < 1 / vocab_size, all may be below: the set is then the most likely token
-    if (n == 0) return argmax(s->kernels, p, vocab_size);
-    // As in heapsort, c[0..left-1] is a heap; c[left..n-1] are the candidates taken from it, the
-    // most likely last
-    Candidate *c = s->candidates;
-    for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
-    int left = n;
-    float total = 0, cdf = 0;
-    do {
-        Candidate likeliest = c[0];
-        c[0] = c[--left];
-        sink(c, left, 0);
-        c[left] = likeliest;
-        total += likeliest.p;
-    } while (left > 0 && total <= topp);
-    for (int i = n - 1; i > left; i--) {
-        cdf += c[i].p;
-        if (coin * total < cdf) return c[i].token;
-    }
-    return c[left].token;
-}
-
-// The reciprocal of a subnormal temperature can be infinite
-static bool is_greedy(const llamac_sampler *s) {
-    return s->temperature == 0 || isinf(1 / s->temperature);
-}
-
-// Samples from logits (vocab_size,) in host memory.
-static int sample(const llamac_engine *s, llamac_sampler *sampler, const float *logits) {
-    int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
-    if (best < 0 || is_greedy(sampler)) return best;
-    float *p = s->probabilities, cdf = 0;
-    memcpy(p, logits, n * sizeof *p);
-    // p = exp((p - max) / temperature)
-    float sum = s->kernels->exponentials(p, logits[best], 1 / sampler->temperature, n);
-    for (int i = 0; i < n; i++) p[i] /= sum;
-    float coin = random_float(sampler);
-    // topp 0 and 1 both sample from all tokens
-    if (sampler->topp > 0 && sampler->topp < 1) return sample_topp(s, p, sampler->topp, coin);
-    for (int i = 0; i < n; i++) {
-        cdf += p[i];
-        if (coin < cdf) return i;
-    }
-    return n - 1;
-}
-
-int llamac_sample(llamac_sequence *s, llamac_sampler *sampler, Error *e) {
+int llamac_sample_sized(llamac_sequence *s, llamac_sampler *sampler, size_t size, Error *e) {
+    enum { MIN_SIZE = offsetof(llamac_sampler, topk) }; // the first version ended there
     clear(e);
     if (!s || !sampler) return fail(e, s ? "the sampler is NULL" : no_sequence), -1;
-    const llamac_engine *engine = s->engine;
-    Backend *b = engine->backend;
-    int next, row = row_of(s);
+    int row = row_of(s);
     if (row < 0)
         return fail(e, "there are no logits of the sequence: expected a call that evaluates a "
-                       "token of it, and no other call since"), -1;
-    if (!(sampler->temperature >= 0))
-        return fail(e, "the temperature is %g, expected 0 or more", sampler->temperature), -1;
-    if (!(sampler->topp >= 0 && sampler->topp <= 1))
-        return fail(e, "top-p is %g, expected 0 to 1", sampler->topp), -1;
-    if (engine->on_host)
-        next = sample(engine, sampler, engine->logits + (size_t)row * engine->model.config.vocab_size);
-    else if (is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
-    else next = b->choose(b, sampler->temperature, sampler->topp, random_float(sampler));
-    if (next < 0) fail(e, not_finite);
+                       "token of it, and no other call since"),
+               -1;
+    if (size < MIN_SIZE || size > sizeof *sampler)
+        return fail(e, "a llamac_sampler of %zu bytes, expected %d to %zu", size, MIN_SIZE,
+                    sizeof *sampler),
+               -1;
+    llamac_sampler all = {0}; // with the fields that the program does not know
+    memcpy(&all, sampler, size);
+    int next = sample(s->engine, &all, s, row, e);
+    sampler->state = all.state;
     return next;
 }

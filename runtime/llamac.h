@@ -48,8 +48,11 @@ extern "C" {
 // Returns the LLAMAC_VERSION that the library was compiled with.
 LLAMAC_API int llamac_version(void);
 
-typedef struct llamac_model llamac_model;       // weights and tokenizer of a file
-typedef struct llamac_engine llamac_engine;     // threads or GPU, with the weights as they need them
+// Returns the name of the instruction set that the CPU backend uses on this machine, such as avx2.
+LLAMAC_API const char *llamac_isa(void);
+
+typedef struct llamac_model llamac_model;   // weights and tokenizer of a file
+typedef struct llamac_engine llamac_engine; // threads or GPU, with the weights as they need them
 typedef struct llamac_sequence llamac_sequence; // tokens and their KV cache
 
 typedef struct { char text[512]; } llamac_error; // printable ASCII
@@ -145,6 +148,37 @@ LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, si
 // tokenizer.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
 
+// The text of sampled tokens as it may be shown: whole UTF-8 characters, up to a stop string.
+typedef struct llamac_text llamac_text;
+
+enum {                     // flags of llamac_text_new
+    LLAMAC_TEXT_RAW = 1,   // release all bytes, instead of U+FFFD for those that are not UTF-8
+    LLAMAC_TEXT_GO_ON = 2, // tokens that end a text do not end this one, and add nothing to it
+};
+
+// Begins a text. `previous` is the token before it, or -1 if there is none, as for llamac_decode.
+// stops (n_stops,): the text ends before the first of these strings. Free the text with
+// llamac_text_free, before the model is closed.
+LLAMAC_API llamac_text *llamac_text_new(const llamac_model *, int previous,
+                                        const char *const *stops, int n_stops, int flags,
+                                        llamac_error *);
+
+enum { LLAMAC_MORE, LLAMAC_END, LLAMAC_STOP }; // results of llamac_text_add
+
+// Adds a token. Returns LLAMAC_END if it ends the text (see llamac_ends), LLAMAC_STOP if it
+// completes a stop string, else LLAMAC_MORE; -1 after a failure. Writes to *out, which is valid
+// until the next call, *n bytes that may be shown now. Bytes that may begin a stop string, and
+// incomplete characters, are held back until later tokens decide. A text that has ended accepts no
+// tokens.
+LLAMAC_API int llamac_text_add(llamac_text *, int token, const char **out, size_t *n,
+                               llamac_error *);
+
+// Ends a text that has not ended by a token: releases the bytes that are held back.
+LLAMAC_API bool llamac_text_finish(llamac_text *, const char **out, size_t *n, llamac_error *);
+
+// Frees a text. NULL is allowed.
+LLAMAC_API void llamac_text_free(llamac_text *);
+
 LLAMAC_API void llamac_free(void *);
 
 // ----------------------------------------------------------------------------
@@ -159,7 +193,8 @@ typedef struct {
     // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
     // pages of the file. By default, llamac_start makes the copy if there is enough memory
     bool no_copy;
-    // The program reads no logits, it only calls llamac_sample: a GPU then keeps them in its memory
+    // The program reads no logits, it only calls llamac_sample, with temperature and topp alone: a
+    // GPU then keeps them in its memory
     bool sample_only;
     // CPU: bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else
     // 32. A GPU requires 0
@@ -251,16 +286,39 @@ LLAMAC_API const float *llamac_batch_logits(const llamac_engine *, int i);
 // Fails if there are none, or if they are not finite.
 LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll, llamac_error *);
 
+// How a token is sampled. Zeros leave a step out. The steps are, in this order: logit biases,
+// penalties, mask, temperature, softmax, top-k, min-p, top-p, and the draw.
 typedef struct {
-    float temperature; // 0: greedy
-    float topp; // sample from the most likely tokens with this total probability; 0 or 1: from all
+    float temperature; // 0: greedy, the most likely token after biases, penalties and mask
+    // top-p: sample from the most likely of the tokens that top-k and min-p have left, so many that
+    // their share of the probability exceeds this; 0 or 1: all
+    float topp;
     uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
+    int topk;       // sample from so many of the most likely tokens; 0: from all
+    float minp;     // leave out tokens less likely than this share of the most likely; 0: none
+    // The penalties are for the tokens of the sequence, prompt included. repeat_penalty: positive
+    // logits are divided by it, others multiplied, as in llama.cpp; 0 or 1: none
+    float repeat_penalty;
+    float frequency_penalty; // subtracted from the logit for each occurrence, as in OpenAI's API
+    float presence_penalty;  // subtracted once, likewise
+    int penalty_tokens;      // last tokens that the penalties count; 0: 64; -1: all
+    const int *bias_tokens;  // (n_biases,) tokens, and what is added to their logits. -INFINITY
+    const float *biases;     // leaves a token out
+    int n_biases;
+    const uint8_t *allowed; // (vocab_size,) mask: 0 leaves a token out. NULL: all are allowed
 } llamac_sampler;
 
 // Samples the token after the latest one whose logits were computed. Does not evaluate it: another
-// call samples from the same logits again. Fails if the logits are not finite. The sampler is
-// that of llama2.c, so that the same seed gives the same text.
-LLAMAC_API int llamac_sample(llamac_sequence *, llamac_sampler *, llamac_error *);
+// call samples from the same logits again. Fails if the logits are not finite, and if no token is
+// left. With temperature, topp and state alone, the sampler is that of llama2.c, so that the same
+// seed gives the same text; the other fields need logits in host memory: with sample_only, a GPU
+// has none. `size` is sizeof(llamac_sampler).
+LLAMAC_API int llamac_sample_sized(llamac_sequence *, llamac_sampler *, size_t size,
+                                   llamac_error *);
+static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampler,
+                                llamac_error *error) {
+    return llamac_sample_sized(sequence, sampler, sizeof *sampler, error);
+}
 
 // ----------------------------------------------------------------------------
 // Grammar

@@ -53,6 +53,7 @@ C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv te
 RUN, LOADERS = "test_run.py and not pool", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
 FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
          "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat or test_bench",
+         "sampler.c": "test_sampling", "sampler.h": "test_sampling", "text.c": "test_sampling",
          "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte",
          "llamac.h": "test_library", "grammar.c": "test_grammar",
          "thread_pool.c": "pool or on_threads", "thread_pool.h": "pool or on_threads", "os.c": f"memory or thread_for_each_core or {RUN}"}

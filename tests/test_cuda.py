@@ -232,7 +232,8 @@ def test_make_runcuda(tmp_path):
     known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True).stdout.replace("compute_", "")
     flags = "-O1 -Xptxas -O0 --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"  # how fast its kernels are does not matter
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "runtime", copy / "runtime")
+    for folder in "runtime", "cli":
+        shutil.copytree(ROOT / folder, copy / folder)
     for file in "Makefile", "run.c":
         shutil.copy(ROOT / file, copy)
     subprocess.run(["make", "runcuda", f"ARCH={max(int(a) for a in known.split() if int(a) <= 90)}",

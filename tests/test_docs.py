@@ -179,7 +179,7 @@ def test_the_commands_of_a_page_run_as_written(page, clone):
 
 def test_commands_within_sentences_are_known(monkeypatch):
     monkeypatch.chdir(ROOT)
-    flags = subprocess.run(["grep", "-o", "-e", "--[a-z]*", "run.c"], capture_output=True, text=True).stdout.split()
+    flags = subprocess.run(["grep", "-oh", "-e", "--[a-z-]*", "run.c", "cli/options.h"], capture_output=True, text=True).stdout.split()
     for page in PAGES:
         text = re.sub(r"^```(?s:.*?)^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
         assert not re.search(rf"^    {PROGRAMS}", text, re.M), f"{page}: commands stand between lines of ```"

@@ -471,5 +471,5 @@ def is_built():
         return False
     built = PROGRAM.stat().st_mtime
     return all(path.stat().st_mtime <= built
-               for pattern in ("run.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]")
+               for pattern in ("run.c", "cli/*.h", "runtime/*.[ch]", "runtime/cpu/*.[ch]")
                for path in ROOT.glob(pattern))

@@ -20,6 +20,8 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/tokenizer.c"
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
+#include "../../runtime/sampler.c"
+#include "../../runtime/text.c"
 #include "../../runtime/llama.c"
 #include "../../runtime/grammar.c"
 #undef realloc

@@ -4,7 +4,5 @@
 #undef main
 
 void print_bytes_of_model(const char *s, size_t n) {
-    Printer p = {0};
-    for (size_t half = n / 2; n; s += half, n -= half, half = n) print(&p, s, half);
-    print_end(&p);
+    for (size_t half = n / 2; n; s += half, n -= half, half = n) print_text(s, half, false);
 }

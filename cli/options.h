@@ -1,0 +1,218 @@
+// The command line.
+#ifndef CLI_OPTIONS_H
+#define CLI_OPTIONS_H
+
+#include <limits.h>
+#include "common.h"
+
+static const char help[] =
+    "Usage: run MODEL [options]      MODEL: a GGUF file, one of llama2.c's .bin files, or the "
+    "folder\n"
+    "                                of a run, with its model.gguf. Defaults are in parentheses.\n"
+    "  -i TEXT          prompt; - reads it from stdin      -f FILE  prompt from a file\n"
+    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat;\n"
+    "                   0 is the context (256)\n"
+    "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
+    "  -p NUMBER        sample from the most likely tokens with this total probability;\n"
+    "                   0 or 1: from all (0.9)\n"
+    "  -k NUMBER        sample from this many of the most likely tokens; 0: from all (0)\n"
+    "  --min-p NUMBER   leave out tokens less likely than this share of the most likely (0)\n"
+    "  --repeat-penalty, --frequency-penalty, --presence-penalty NUMBER\n"
+    "                   against repetition of the last 64 tokens, as in llama.cpp and OpenAI's API "
+    "(0)\n"
+    "  -s NUMBER        seed, 0 takes the time (0)\n"
+    "  --stop TEXT      end before this text; may be given several times\n"
+    "  -b NUMBER        texts at once: of one prompt, with seeds s, s+1 ... (1), or of\n"
+    "                   --prompts and --jsonl (16)\n"
+    "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
+    "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
+    "  -m MODE          generate or chat (generate)\n"
+    "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
+    "  --template NAME  what the chat puts around your words (as the model file says):\n"
+    "                   chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1,\n"
+    "                   mistral-v3, mistral-v3-tekken, phi3 or phi4-mini\n"
+    "  -c NUMBER        context: max tokens that the model sees at once (the model's maximum)\n"
+    "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
+    "  -j NUMBER        threads (as many as cores, 64 at most)\n"
+    "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
+    "                   (f32; f16 where the weights are quantised)\n"
+    "  --no-copy        compute from the mapped file (shared between processes)\n"
+    "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
+    "                   (runcuda: cuda; run: cpu, its only device)\n"
+    "  --raw            print control characters that the model writes\n"
+    "  --perplexity FILE  how well the model predicts a text\n"
+    "  --tokenize       print the token ids of the prompt, or of each line of the input;\n"
+    "                   with -m chat those of your turns\n"
+    "  --logits         write the logits of every prompt token as float32\n"
+    "  --verify         compare the weights with the checksum in the file\n"
+    "  --bench          measure the speed with a prompt, then with -n tokens one by one;\n"
+    "                   --json prints JSON\n"
+    "  --version        version, instruction set and devices      -h, --help  this text\n";
+
+#ifdef CUDA
+static const char default_device[] = "cuda", devices[] = "cuda, cpu";
+#else
+static const char default_device[] = "cpu", devices[] = "cpu";
+#endif
+
+enum { MAX_STOPS = 16, MAX_AT_ONCE = 1024, AT_ONCE = 16 }; // AT_ONCE: texts at once without -b
+
+typedef struct {
+    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system;
+    const char *template, *perplexity, *device, *kv, *prompts;
+    const char *stops[MAX_STOPS];
+    int n_stops;
+    double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
+    double seed, steps, context, threads, at_once;
+    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl;
+} Options;
+
+// An option of the command line. One of `on`, `text` and `number` points to where its value is
+// stored; the other two are NULL.
+typedef struct {
+    const char *flag;
+    bool *on; // the option has no value
+    const char **text;
+    double *number, min, max;
+    bool whole; // the number is a whole one
+    int *count; // the option may be given several times: how often it was
+} Option;
+
+static Option find_option(Options *o, const char *flag) {
+    const Option options[] = {
+        {"-t", .number = &o->temperature, .max = 1e6},
+        {"-p", .number = &o->topp, .max = 1},
+        {"-k", .number = &o->topk, .max = INT_MAX, .whole = true},
+        {"--min-p", .number = &o->minp, .max = 1},
+        {"--repeat-penalty", .number = &o->repeat_penalty, .max = 100},
+        {"--frequency-penalty", .number = &o->frequency_penalty, .min = -100, .max = 100},
+        {"--presence-penalty", .number = &o->presence_penalty, .min = -100, .max = 100},
+        {"-s", .number = &o->seed, .max = 9007199254740991, .whole = true},
+        {"-n", .number = &o->steps, .max = INT_MAX, .whole = true},
+        {"-b", .number = &o->at_once, .min = 1, .max = MAX_AT_ONCE, .whole = true},
+        {"-c", .number = &o->context, .min = 1, .max = INT_MAX, .whole = true},
+        {"-j", .number = &o->threads, .min = 1, .max = 1024, .whole = true},
+        {"-i", .text = &o->prompt},
+        {"-f", .text = &o->prompt_file},
+        {"-z", .text = &o->tokenizer},
+        {"-m", .text = &o->mode},
+        {"-y", .text = &o->system},
+        {"--stop", .text = &o->stops[o->n_stops], .count = &o->n_stops},
+        {"--prompts", .text = &o->prompts},
+        {"--kv", .text = &o->kv},
+        {"--device", .text = &o->device},
+        {"--perplexity", .text = &o->perplexity},
+        {"--template", .text = &o->template},
+        {"--no-copy", .on = &o->no_copy},
+        {"--raw", .on = &o->raw},
+        {"--tokenize", .on = &o->tokenize},
+        {"--verify", .on = &o->verify},
+        {"--logits", .on = &o->logits},
+        {"--bench", .on = &o->bench},
+        {"--json", .on = &o->json},
+        {"--jsonl", .on = &o->jsonl},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        if (!strcmp(flag, options[i].flag)) return options[i];
+    die(flag, "no such option; see run --help");
+}
+
+// Parses a decimal number from o->min to o->max.
+static double parse_number(const Option *o, const char *s) {
+    char *end;
+    double value = strtod(s, &end);
+    bool plain = *s && strspn(s, o->whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
+    if (!plain || *end || !(value >= o->min && value <= o->max))
+        die(o->flag, "'%.40s' is not a %snumber from %.0f to %.0f", s, o->whole ? "whole " : "",
+            o->min, o->max);
+    return value;
+}
+
+// Stores the value of an option; NULL: the command line has none.
+static void set_option(const Option *o, const char *value) {
+    if (!o->on && !value) die(o->flag, "its value is missing; see run --help");
+    if (o->on) *o->on = true;
+    else if (o->text) *o->text = value;
+    else *o->number = parse_number(o, value);
+    if (o->count && ++*o->count == MAX_STOPS) die(o->flag, "given %d times, too often", MAX_STOPS);
+}
+
+// Bits of a number in the KV cache; 0 lets the library choose.
+static int kv_bits(const char *name) {
+    if (!name) return 0;
+    if (!strcmp(name, "f32")) return 32;
+    if (!strcmp(name, "f16")) return 16;
+    if (!strcmp(name, "q8")) return 8;
+    die("--kv", "'%.40s' is no type of the KV cache, expected f32, f16 or q8", name);
+}
+
+// Checks what several options say together.
+static void check_tasks(const Options *o) {
+    bool chat = !strcmp(o->mode, "chat"), has_prompt = o->prompt || o->prompt_file;
+    int tasks = o->tokenize + o->logits + o->verify + o->bench + (o->perplexity != NULL);
+    if (o->prompt && o->prompt_file) die("-f", "there is a prompt from -i already");
+    if (tasks > 1)
+        die("options",
+            "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
+    if (o->json && !o->bench) die("--json", "expected --bench beside it");
+    if (o->prompts && o->jsonl) die("--jsonl", "there are prompts from --prompts already");
+    for (int i = 0; i < 2; i++) {
+        if (!(i ? o->jsonl : o->prompts != NULL)) continue;
+        const char *flag = i ? "--jsonl" : "--prompts";
+        if (has_prompt) die(flag, "there is a prompt from %s already", o->prompt ? "-i" : "-f");
+        if (tasks || chat) die(flag, "expected no other task beside it");
+    }
+    if (o->at_once > 1 && (tasks || chat))
+        die("-b", "expected texts of a prompt, not another task");
+}
+
+static void check_options(const Options *o) {
+    const char *device = o->device;
+    if (!o->model)
+        die("no model given", "expected ./run model.gguf, options after it; see ./run --help");
+    check_tasks(o);
+    if (strcmp(o->mode, "generate") && strcmp(o->mode, "chat"))
+        die("-m", "'%s' is no mode, expected generate or chat", o->mode);
+    if (strcmp(device, "cpu") && strcmp(device, "cuda") && strcmp(device, "auto"))
+        die("--device", "'%s' is no device, expected cpu, cuda or auto", device);
+    if (!strcmp(device, "cuda") && strcmp(default_device, "cuda") != 0)
+        die("--device", "this program computes on the CPU; make runcuda builds the one for GPUs");
+    kv_bits(o->kv);
+}
+
+static void print_version(void) {
+    printf("llamac, library version %d\ninstruction set: %s\ndevices: %s\n", llamac_version(),
+           llamac_isa(), devices);
+}
+
+static Options parse_options(int argc, char **argv) {
+    Options o = {
+        .mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
+    for (int i = 1; i < argc; i++) {
+        char *flag = argv[i];
+        if (!strcmp(flag, "--help") || !strcmp(flag, "-h"))
+            print_bytes(help, strlen(help)), flush(), exit(0);
+        if (!strcmp(flag, "--version")) print_version(), flush(), exit(0);
+        if (i == 1 && *flag != '-') { // the model comes first
+            o.model = flag;
+            continue;
+        }
+        if (!o.model) continue; // check_options reports it, unless --help follows
+        char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '='); // --kv=f16
+        if (equals) *equals = 0;
+        Option option = find_option(&o, flag);
+        if (equals && option.on) *equals = '=', die(flag, "this option takes no value");
+        set_option(&option, equals ? equals + 1 : option.on ? NULL : argv[++i]);
+    }
+    check_options(&o);
+    return o;
+}
+
+// Returns whether the sampler needs logits in host memory: a GPU samples only by temperature and
+// top-p.
+static bool needs_logits(const Options *o) {
+    return o->topk || o->minp || (o->repeat_penalty && o->repeat_penalty != 1)
+           || o->frequency_penalty || o->presence_penalty;
+}
+
+#endif

@@ -1,0 +1,402 @@
+// --jsonl: requests on stdin, a JSON object a line, are answered by many texts at once.
+#ifndef CLI_REQUESTS_H
+#define CLI_REQUESTS_H
+
+#include <math.h>
+#include <poll.h>
+#include <unistd.h>
+#include "json.h"
+#include "options.h"
+#include "streams.h"
+
+// ----------------------------------------------------------------------------
+// Requests
+
+typedef struct {
+    bool is_user; // else an answer
+    Text words;
+} Message;
+
+typedef struct {
+    Text id; // JSON, as it was given; null without one
+    Text prompt, system;
+    bool has_prompt, has_system;
+    Message *messages; // (n_messages,)
+    int n_messages;
+    Text stops[MAX_STOPS]; // each with a zero at its end
+    int n_stops;
+    double max_tokens, temperature, topp, topk, minp;
+    double repeat_penalty, frequency_penalty, presence_penalty, penalty_tokens, seed;
+} Request;
+
+static void free_request(Request *q) {
+    free(q->id.s);
+    free(q->prompt.s);
+    free(q->system.s);
+    for (int i = 0; i < q->n_messages; i++) free(q->messages[i].words.s);
+    free(q->messages);
+    for (int i = 0; i < MAX_STOPS; i++) free(q->stops[i].s);
+}
+
+// Keeps the JSON of an id: a string or a number.
+static bool read_id(Json *j, Request *q) {
+    double number;
+    Text text = {0};
+    bool is_string = peek(j) == '"';
+    size_t begin = j->at; // after white space
+    bool ok = is_string ? read_string(j, &text) : read_number(j, &number);
+    if (ok) q->id.n = 0;
+    if (ok && is_string) append_json(&q->id, text.s, text.n);
+    else if (ok) append(&q->id, j->s + begin, j->at - begin);
+    free(text.s);
+    return ok;
+}
+
+static bool read_stop(Json *j, Request *q) {
+    if (q->n_stops == MAX_STOPS) return refuse(j, "more than %d stop strings", MAX_STOPS);
+    Text *stop = &q->stops[q->n_stops];
+    if (!read_string(j, stop)) return false;
+    if (!stop->n || memchr(stop->s, 0, stop->n))
+        return refuse(j, "a stop string %s", stop->n ? "holds a zero byte" : "is empty");
+    append(stop, "", 1);
+    q->n_stops++;
+    return true;
+}
+
+// Reads a string or an array of strings.
+static bool read_stops(Json *j, Request *q) {
+    if (!skip(j, '[')) return read_stop(j, q);
+    if (skip(j, ']')) return true;
+    do {
+        if (!read_stop(j, q)) return false;
+    } while (skip(j, ','));
+    return expect(j, ']');
+}
+
+// Reads {"role": ..., "content": ...} and adds it to the messages, or as the system prompt.
+static bool read_message(Json *j, Request *q) {
+    Text key = {0}, role = {0}, content = {0};
+    bool ok = expect(j, '{'), has_content = false;
+    do {
+        ok = ok && read_string(j, &key) && expect(j, ':');
+        append(&key, "", 1);
+        bool is_content = !strcmp(key.s, "content");
+        if (ok && !is_content && strcmp(key.s, "role") != 0)
+            ok = refuse(j, "unknown field '%.40s' of a message", key.s);
+        ok = ok && read_string(j, is_content ? &content : &role);
+        has_content |= is_content;
+    } while (ok && skip(j, ','));
+    ok = ok && expect(j, '}');
+    append(&role, "", 1);
+    bool is_system = !strcmp(role.s, "system"), is_user = !strcmp(role.s, "user");
+    bool user_is_next = q->n_messages % 2 == 0;
+    if (ok && !is_system && !is_user && strcmp(role.s, "assistant") != 0)
+        ok = refuse(j, "the role of a message is '%.40s', expected system, user or assistant",
+                    role.s);
+    if (ok && !has_content) ok = refuse(j, "a message has no content");
+    if (ok && is_system && (q->n_messages || q->has_system))
+        ok = refuse(j, "a system message that is not the first");
+    if (ok && !is_system && is_user != user_is_next)
+        ok = refuse(j, "message %d is from the %s, expected the %s", q->n_messages + q->has_system,
+                    role.s, user_is_next ? "user" : "assistant");
+    if (ok && is_system) {
+        q->has_system = true;
+        q->system = content, content = (Text){0};
+    } else if (ok) {
+        q->messages = resize(q->messages, q->n_messages + 1, sizeof *q->messages);
+        q->messages[q->n_messages++] = (Message){is_user, content};
+        content = (Text){0};
+    }
+    free(key.s);
+    free(role.s);
+    free(content.s);
+    return ok;
+}
+
+static bool read_messages(Json *j, Request *q) {
+    if (!expect(j, '[')) return false;
+    do {
+        if (!read_message(j, q)) return false;
+    } while (skip(j, ','));
+    if (!expect(j, ']')) return false;
+    return q->n_messages % 2 || refuse(j, "the last message is not from the user");
+}
+
+static bool read_prompt(Json *j, Request *q) {
+    q->has_prompt = true;
+    return read_string(j, &q->prompt);
+}
+
+// A field of a request: one of `read` and `number` stores its value.
+typedef struct {
+    const char *name;
+    bool (*read)(Json *, Request *);
+    double *number, min, max;
+    bool whole;
+} Field;
+
+enum { N_FIELDS = 14 };
+
+static void set_fields(Field fields[N_FIELDS], Request *q) {
+    const Field all[N_FIELDS] = {
+        {"id", .read = read_id},
+        {"prompt", .read = read_prompt},
+        {"messages", .read = read_messages},
+        {"stop", .read = read_stops},
+        {"max_tokens", .number = &q->max_tokens, .min = 1, .max = INT_MAX, .whole = true},
+        {"temperature", .number = &q->temperature, .max = 1e6},
+        {"top_p", .number = &q->topp, .max = 1},
+        {"top_k", .number = &q->topk, .max = INT_MAX, .whole = true},
+        {"min_p", .number = &q->minp, .max = 1},
+        {"repeat_penalty", .number = &q->repeat_penalty, .max = 100},
+        {"frequency_penalty", .number = &q->frequency_penalty, .min = -100, .max = 100},
+        {"presence_penalty", .number = &q->presence_penalty, .min = -100, .max = 100},
+        {"penalty_tokens", .number = &q->penalty_tokens, .min = -1, .max = INT_MAX, .whole = true},
+        {"seed", .number = &q->seed, .max = 9007199254740991, .whole = true},
+    };
+    memcpy(fields, all, sizeof all);
+}
+
+static bool read_field(Json *j, Request *q, const Field *field) {
+    if (skip_word(j, "null")) return true; // as if it were not given
+    if (field->read) return field->read(j, q);
+    double value;
+    if (!read_number(j, &value)) return false;
+    bool whole = !field->whole || value == floor(value);
+    if (!whole || !(value >= field->min && value <= field->max))
+        return refuse(j, "%s is %g, expected a %snumber from %.0f to %.0f", field->name, value,
+                      field->whole ? "whole " : "", field->min, field->max);
+    *field->number = value;
+    return true;
+}
+
+// Reads the fields of a request. Fields that are not given keep what *q has.
+static bool read_request(Json *j, Request *q) {
+    Field fields[N_FIELDS];
+    bool given[N_FIELDS] = {false}, ok = expect(j, '{');
+    Text name = {0};
+    set_fields(fields, q);
+    if (ok && skip(j, '}')) ok = refuse(j, "an empty object");
+    else {
+        do {
+            ok = ok && read_string(j, &name) && expect(j, ':');
+            append(&name, "", 1);
+            int i = 0;
+            while (ok && i < N_FIELDS && strcmp(name.s, fields[i].name) != 0) i++;
+            if (ok && i == N_FIELDS) ok = refuse(j, "unknown field '%.40s'", name.s);
+            if (ok && given[i]) ok = refuse(j, "the field '%s' is there twice", name.s);
+            if (ok) given[i] = true;
+            ok = ok && read_field(j, q, &fields[i]);
+        } while (ok && skip(j, ','));
+        ok = ok && expect(j, '}');
+    }
+    free(name.s);
+    if (ok && peek(j)) ok = refuse(j, "text after the object at byte %zu", j->at);
+    if (ok && q->has_prompt == (q->n_messages > 0))
+        ok = refuse(j, "expected either prompt or messages");
+    return ok;
+}
+
+// ----------------------------------------------------------------------------
+// Answers
+
+typedef struct {
+    Stream stream;
+    Text id; // JSON
+} Answer;
+
+// Prints a line that answers a request: what the stream has written, or the error.
+static void print_answer(const Text *id, const Stream *s, const char *error) {
+    Text line = {0};
+    char numbers[100];
+    append_string(&line, "{\"id\": ");
+    append(&line, id->s, id->n);
+    append_string(&line, error ? ", \"error\": " : ", \"text\": ");
+    if (error) append_json(&line, error, strlen(error));
+    else {
+        append_json(&line, s->out.s, s->out.n);
+        snprintf(numbers, sizeof numbers,
+                 ", \"finish_reason\": \"%s\", \"prompt_tokens\": %d, \"tokens\": %d",
+                 s->result == LLAMAC_MORE ? "length" : "stop", s->prompt_tokens, s->sampled);
+        append_string(&line, numbers);
+    }
+    append_string(&line, "}\n");
+    print_bytes(line.s, line.n);
+    flush();
+    free(line.s);
+}
+
+// Tokens of a prompt that has several parts.
+typedef struct { int *tokens, n; } Tokens;
+
+// Appends tokens of the library, and frees them. Returns false if they are NULL.
+static bool append_tokens(Tokens *all, int *tokens, int n) {
+    if (!tokens) return false;
+    all->tokens = resize(all->tokens, (size_t)all->n + n, sizeof(int));
+    memcpy(all->tokens + all->n, tokens, n * sizeof(int));
+    all->n += n;
+    llamac_free(tokens);
+    return true;
+}
+
+static bool encode_messages(const Run *r, const Request *q, Tokens *all, llamac_error *error) {
+    Text system = {0};
+    bool ok = true;
+    append(&system, q->system.s, q->system.n);
+    append(&system, "", 1); // the zero at the end of a C string
+    for (int i = 0; ok && i < q->n_messages; i++) {
+        Text words = q->messages[i].words;
+        int n, *tokens;
+        if (q->messages[i].is_user)
+            tokens = llamac_encode_turn(r->model, i == 0, system.s, words.s, words.n, &n, error);
+        else tokens = llamac_encode_answer(r->model, words.s, words.n, &n, error);
+        ok = append_tokens(all, tokens, n);
+    }
+    free(system.s);
+    return ok;
+}
+
+// Encodes the prompt or the messages of a request. `chat_error`: why messages cannot be encoded, or
+// "".
+static bool encode_request(const Run *r, const Request *q, const char *chat_error, Tokens *all,
+                           llamac_error *error) {
+    error->text[0] = 0;
+    if (q->n_messages && *chat_error) snprintf(error->text, sizeof error->text, "%s", chat_error);
+    else if (q->n_messages) encode_messages(r, q, all, error);
+    else {
+        bool bos = r->info.add_bos || !q->prompt.n; // an empty prompt needs a token
+        int n, *tokens = llamac_encode(r->model, q->prompt.s, q->prompt.n, bos, &n, error);
+        append_tokens(all, tokens, n);
+    }
+    if (!*error->text && !all->n) strcpy(error->text, "the prompt has no tokens");
+    return !*error->text;
+}
+
+// Begins the answer to a line. If the line is not a valid request, prints an error as its answer
+// and returns NULL.
+static Answer *begin_answer(const Run *r, const char *line, size_t n, const char *chat_error) {
+    const llamac_sampler *given = &r->sampler; // by the command line
+    Json json = {.s = line, .n = n};
+    Request q = {.max_tokens = r->steps,
+                 .temperature = given->temperature,
+                 .topp = given->topp,
+                 .topk = given->topk,
+                 .minp = given->minp,
+                 .repeat_penalty = given->repeat_penalty,
+                 .frequency_penalty = given->frequency_penalty,
+                 .presence_penalty = given->presence_penalty};
+    llamac_error error = {""};
+    Tokens tokens = {0};
+    Answer *answer = NULL;
+    append_string(&q.id, "null");
+    bool ok = read_request(&json, &q);
+    if (ok) ok = encode_request(r, &q, chat_error, &tokens, &error);
+    if (!ok) print_answer(&q.id, NULL, *json.error ? json.error : error.text);
+    else {
+        const char *stops[MAX_STOPS];
+        for (int i = 0; i < q.n_stops; i++) stops[i] = q.stops[i].s;
+        answer = resize(NULL, 1, sizeof *answer);
+        *answer = (Answer){.id = q.id};
+        q.id = (Text){0};
+        Stream *s = &answer->stream;
+        s->sampler = (llamac_sampler){.temperature = (float)q.temperature,
+                                      .topp = (float)q.topp,
+                                      .state = q.seed ? (uint64_t)q.seed : given->state,
+                                      .topk = (int)q.topk,
+                                      .minp = (float)q.minp,
+                                      .repeat_penalty = (float)q.repeat_penalty,
+                                      .frequency_penalty = (float)q.frequency_penalty,
+                                      .presence_penalty = (float)q.presence_penalty,
+                                      .penalty_tokens = (int)q.penalty_tokens};
+        open_stream(r, s);
+        feed(r, s, tokens.tokens, tokens.n);
+        s->prompt_tokens = tokens.n;
+        if (q.n_stops) begin_text(r, s, stops, q.n_stops, (int)q.max_tokens);
+        else begin_text(r, s, r->stops, r->n_stops, (int)q.max_tokens);
+    }
+    free(tokens.tokens);
+    free_request(&q);
+    return answer;
+}
+
+static void end_answer(Answer *answer) {
+    print_answer(&answer->id, &answer->stream, NULL);
+    close_stream(&answer->stream);
+    free(answer->stream.out.s);
+    free(answer->id.s);
+    free(answer);
+}
+
+// ----------------------------------------------------------------------------
+// Lines of stdin
+
+// stdio could not tell whether a line is there already, so the bytes are read without it.
+typedef struct {
+    Text bytes;
+    size_t begin;   // of the next line
+    size_t scanned; // no newline is between `begin` and here
+    bool ended;
+} Input;
+
+// Finds the next line. `wait`: waits until there is one, or until the input ends; otherwise returns
+// false if none is there yet. The line is valid until the next call.
+static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
+    char buffer[1 << 16];
+    for (;;) {
+        const char *begin = in->bytes.s + in->begin, *newline = NULL;
+        size_t left = in->bytes.n - in->begin;
+        if (in->scanned < in->bytes.n)
+            newline = memchr(in->bytes.s + in->scanned, '\n', in->bytes.n - in->scanned);
+        in->scanned = in->bytes.n;
+        if (newline || (in->ended && left)) {
+            *line = begin, *n = newline ? (size_t)(newline - begin) : left;
+            in->begin = in->scanned = newline ? in->begin + *n + 1 : in->bytes.n;
+            return true;
+        }
+        if (in->ended) return false;
+        // Nothing but an incomplete line is left: move it to the front
+        if (left) memmove(in->bytes.s, begin, left);
+        in->bytes.n = in->scanned = left, in->begin = 0;
+        struct pollfd ready = {.fd = 0, .events = POLLIN};
+        if (poll(&ready, 1, wait ? -1 : 0) == 0) return false;
+        ssize_t got = read(0, buffer, sizeof buffer);
+        if (got < 0 && errno != EINTR && errno != EAGAIN) die("stdin", "%s", strerror(errno));
+        if (got > 0) append(&in->bytes, buffer, got);
+        in->ended = got == 0;
+    }
+}
+
+static bool is_blank(const char *line, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (!strchr(" \t\r", line[i]) || !line[i]) return false;
+    return true;
+}
+
+// Answers requests until the input ends and all are answered, max_active of them at once. An answer
+// is printed when it is complete. `chat_error`: why the model cannot chat, or "".
+static void answer_requests(Run *r, int max_active, const char *chat_error) {
+    Input in = {0};
+    Stream *active[MAX_AT_ONCE]; // (n_active,); each begins an Answer
+    int n_active = 0;
+    const char *line;
+    size_t n;
+    start(r, r->options.positions);
+    while (n_active || !in.ended || in.begin < in.bytes.n) {
+        while (n_active < max_active && next_line(&in, !n_active, &line, &n)) {
+            Answer *answer = is_blank(line, n) ? NULL : begin_answer(r, line, n, chat_error);
+            if (answer) active[n_active++] = &answer->stream;
+        }
+        if (!n_active) continue;
+        evaluate(r, active, n_active);
+        sample_all(r, active, n_active);
+        int left = 0;
+        for (int i = 0; i < n_active; i++) {
+            if (active[i]->done) end_answer((Answer *)active[i]);
+            else active[left++] = active[i];
+        }
+        n_active = left;
+    }
+    free(in.bytes.s);
+}
+
+#endif

@@ -1,0 +1,189 @@
+// Texts that a model continues, one or many at once: each is a stream of tokens, of which the model
+// sees a window.
+#ifndef CLI_STREAMS_H
+#define CLI_STREAMS_H
+
+#include "common.h"
+
+typedef struct {
+    llamac_model *model;
+    llamac_info info;
+    llamac_options options; // options.positions is the context: max tokens that the model sees
+    llamac_engine *engine;
+    llamac_sampler sampler;   // with which a stream begins
+    const char *const *stops; // (n_stops,) strings before which a text ends
+    int n_stops;
+    bool raw;  // print all bytes as they are
+    int steps; // max tokens of a text, or of an answer in a chat
+    bool told; // the user has been told that a window slid
+    // for evaluate
+    llamac_batch_token *batch; // (capacity,)
+    int capacity;
+    int64_t evaluated; // tokens so far
+} Run;
+
+typedef struct {
+    llamac_sequence *sequence;
+    llamac_sampler sampler;
+    int *window;       // (positions,) tokens that the model sees
+    int length;        // of the window
+    int evaluated;     // tokens of the window whose keys and values are cached
+    bool slid;         // the window has slid at least once
+    int prompt_tokens; // of the text, BOS included
+    // The text that is being continued
+    llamac_text *text; // of the sampled tokens
+    int sampled, max;  // tokens
+    int last;          // latest sampled token
+    int result;        // of llamac_text_add for that token
+    bool done;
+    Text out; // may be shown, but is not printed yet
+} Stream;
+
+// Starts the engine. Its sequences have up to `positions` tokens; the caller passes at most the
+// context.
+static void start(Run *r, int positions) {
+    llamac_options o = r->options;
+    llamac_error error;
+    o.positions = positions;
+    r->engine = llamac_start(r->model, &o, &error);
+    if (!r->engine) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
+    if (*llamac_note(r->engine)) fprintf(stderr, "%s\n", llamac_note(r->engine));
+}
+
+static llamac_sequence *new_sequence(const Run *r) {
+    llamac_error error;
+    llamac_sequence *sequence = llamac_sequence_new(r->engine, &error);
+    if (!sequence) die("start", "%s", error.text);
+    return sequence;
+}
+
+static void open_stream(const Run *r, Stream *s) {
+    s->sequence = new_sequence(r);
+    s->window = resize(NULL, llamac_positions(r->engine), sizeof(int));
+}
+
+// Opens a stream with the tokens of another, and the keys and values of those that are evaluated.
+static void open_copy(const Run *r, Stream *s, const Stream *from) {
+    llamac_error error;
+    s->sequence = llamac_sequence_copy(from->sequence, from->evaluated, &error);
+    if (!s->sequence) die("start", "%s", error.text);
+    s->window = resize(NULL, llamac_positions(r->engine), sizeof(int));
+    memcpy(s->window, from->window, from->length * sizeof(int));
+    s->length = from->length, s->evaluated = from->evaluated, s->slid = from->slid;
+}
+
+// Frees all but the text that waits to be printed.
+static void close_stream(Stream *s) {
+    llamac_sequence_free(s->sequence);
+    llamac_text_free(s->text);
+    free(s->window);
+    s->sequence = NULL, s->text = NULL, s->window = NULL;
+}
+
+// Makes room in the window: its first half then holds the latest tokens of the stream, ending with
+// the n new ones (only the last of them if n exceeds the half). If the half has two places or more,
+// the first token of the stream, usually BOS, replaces the oldest of these. This half is evaluated
+// again. The other half fills before the window slides again, so each token is evaluated twice on
+// average, however long the text is.
+static void slide(Stream *s, int positions, const int *tokens, int n) {
+    int half = positions > 3 ? positions / 2 : 1;
+    int first = s->length ? s->window[0] : tokens[0];
+    int new = n < half ? n : half, old = half - new;
+    memmove(s->window, s->window + s->length - old, old * sizeof(int));
+    memcpy(s->window + old, tokens + n - new, new * sizeof(int));
+    if (half > 1) s->window[0] = first;
+    s->length = half, s->evaluated = 0, s->slid = true;
+}
+
+// Adds n tokens to the window, which slides if it has no room for them; new tokens that do not fit
+// into its half are never evaluated.
+static void feed(const Run *r, Stream *s, const int *tokens, int n) {
+    int positions = llamac_positions(r->engine);
+    if (n > positions - s->length) slide(s, positions, tokens, n);
+    else {
+        memcpy(s->window + s->length, tokens, n * sizeof(int));
+        s->length += n;
+    }
+}
+
+// Evaluates the tokens of n streams that are not evaluated yet, in one batch. Of many streams, one
+// with a long prompt evaluates a part of it in each call, so that the others need not wait.
+static void evaluate(Run *r, Stream **streams, int n) {
+    enum { PROMPT_PART = 256 }; // tokens
+    llamac_error error;
+    int count = 0;
+    for (int i = 0; i < n; i++) {
+        Stream *s = streams[i];
+        int left = s->length - s->evaluated,
+            part = n > 1 && left > PROMPT_PART ? PROMPT_PART : left;
+        if (count + part > r->capacity) {
+            r->capacity = 2 * r->capacity + part;
+            r->batch = resize(r->batch, r->capacity, sizeof *r->batch);
+        }
+        for (int end = s->evaluated + part; s->evaluated < end; s->evaluated++) {
+            bool is_last = s->evaluated == s->length - 1; // the next token is sampled after it
+            r->batch[count++] = (llamac_batch_token){s->sequence, s->window[s->evaluated],
+                                                     s->evaluated, /*logits*/ is_last};
+        }
+    }
+    if (!llamac_evaluate(r->engine, r->batch, count, &error)) die("model", "%s", error.text);
+    r->evaluated += count;
+}
+
+// Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
+// stop strings (n_stops,).
+static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_stops, int max) {
+    llamac_error error;
+    int previous = s->length ? s->window[s->length - 1] : -1;
+    llamac_text_free(s->text);
+    s->text =
+        llamac_text_new(r->model, previous, stops, n_stops, r->raw ? LLAMAC_TEXT_RAW : 0, &error);
+    if (!s->text) die("--stop", "%s", error.text);
+    s->sampled = 0, s->max = max, s->done = false;
+}
+
+// Samples the next token of the stream. Adds it to the window, unless the text is done: the text
+// ends at a token that ends it, before a stop string, or after s->max tokens.
+static void sample_next(const Run *r, Stream *s) {
+    llamac_error error;
+    const char *shown;
+    size_t n;
+    s->last = llamac_sample(s->sequence, &s->sampler, &error);
+    if (s->last < 0) die("model", "%s", error.text);
+    s->result = llamac_text_add(s->text, s->last, &shown, &n, &error);
+    if (s->result < 0) die("text", "%s", error.text);
+    append(&s->out, shown, n);
+    if (s->result != LLAMAC_END) s->sampled++;
+    s->done = s->result != LLAMAC_MORE || s->sampled == s->max;
+    if (!s->done) feed(r, s, &s->last, 1);
+    else if (s->result == LLAMAC_MORE) {
+        if (!llamac_text_finish(s->text, &shown, &n, &error)) die("text", "%s", error.text);
+        append(&s->out, shown, n);
+    }
+}
+
+// Samples a token for each of n streams whose tokens are all evaluated.
+static void sample_all(const Run *r, Stream **streams, int n) {
+    for (int i = 0; i < n; i++)
+        if (streams[i]->evaluated == streams[i]->length) sample_next(r, streams[i]);
+}
+
+// Prints what may be shown.
+static void print_out(const Run *r, Stream *s) {
+    print_text(s->out.s, s->out.n, r->raw);
+    s->out.n = 0;
+    flush();
+}
+
+// Ends the line of a text, and then reports, once, that the window slid. An earlier report would
+// interrupt the text if stdout and stderr are the same terminal.
+static void end_line(Run *r, const Stream *s) {
+    print_bytes("\n", 1);
+    flush();
+    if (s->slid && !r->told)
+        fprintf(stderr, "the context of %d tokens is full: it slides over the text\n",
+                llamac_positions(r->engine));
+    r->told |= s->slid;
+}
+
+#endif
