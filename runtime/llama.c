@@ -49,10 +49,6 @@ static const char not_finite[] = "the logits are not finite; the weights of the 
 static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
 static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
 
-static void clear(Error *e) {
-    if (e) e->text[0] = 0;
-}
-
 // ----------------------------------------------------------------------------
 // The transformer
 
