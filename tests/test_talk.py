@@ -2,7 +2,9 @@
 import gc
 import json
 import math
+import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -473,3 +475,28 @@ def test_the_page_ends_while_its_models_answer(tmp_path, library):
             page.terminate()
             out, err = page.communicate(timeout=20)
         assert (page.returncode, err) == (0, "") and "the page has ended" in out
+
+
+def test_one_model_is_served_without_the_page(tmp_path, library, folder):
+    """The API alone: no route shows runs or starts a training."""
+    command = [sys.executable, "-c", PAGE, "--port=0"]
+    for model in "chat.gguf", "reciter":
+        shutil.copy(folder / "reciter/m.gguf", folder / "reciter/model.gguf")
+        page = subprocess.Popen([*command, f"--serve={folder / model}", library], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env=os.environ | {"XDG_STATE_HOME": str(tmp_path)})
+        _, address, *_, key, _, _, _, name = page.stdout.readline().split()
+        with openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60) as client:
+            assert [m.id for m in client.models.list()] == [name] == [str(folder / model)]
+            assert client.completions.create(model=name, prompt="a", max_tokens=5).usage.completion_tokens == 5
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                client.completions.create(model="plain", prompt="a")
+        for path in "/", "/api/runs", "/api/start", "/app.js":
+            for method in "GET", "POST":
+                answer = httpx.request(method, address.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == 404
+        page.terminate()
+        assert page.communicate(timeout=20) == ("the API has ended\n", "") and page.returncode == 0
+    assert not list(tmp_path.iterdir())
+    for model, words in (folder / "none.gguf", "none.gguf"), (folder / "bad.gguf", "version"), (tmp_path, "model.gguf"):
+        done = subprocess.run([*command, f"--serve={model}", library], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
