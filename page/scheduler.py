@@ -30,15 +30,19 @@ class SequenceCache:
         token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values, 32 bits at most
         self.max_tokens = MAX_KEPT_BYTES // token_bytes
 
-    def take(self, tokens):
-        """Return a sequence that may begin with some of the tokens: (n,) int32."""
-        shared = [llamac.common_prefix(known, tokens) for _, known in self.kept]
+    def take(self, tokens, running=()):
+        """
+        Return a sequence that begins with as many of the tokens, (n,) int32, as a kept sequence or
+        one of `running` does.
+        """
+        found = [*self.kept, *((sequence, sequence.tokens) for sequence in running)]
+        shared = [llamac.common_prefix(known, tokens) for _, known in found]
         n = max(shared, default=0)
         if not n:
             return llamac.Sequence(self.engine)
         at = shared.index(n)
-        sequence, known = self.kept[at]
-        if n == len(known):  # the text goes on where this one ended
+        sequence, known = found[at]
+        if at < len(self.kept) and n == len(known):  # the text goes on where this one ended
             del self.kept[at]
             return sequence
         return sequence.copy(n)
@@ -57,7 +61,7 @@ class Task:
     llamac.Continuation.advance() returns, or the llamac.Error that ends the text.
     """
     cache: SequenceCache
-    tokens: list  # of the prompt
+    tokens: list  # of the prompt; texts of the same prompt share the list
     options: dict  # further arguments of llamac.Continuation
     events: SimpleQueue
     index: int = 0
@@ -134,13 +138,22 @@ class Scheduler:
         while True:
             with self.changed:
                 self.waiting = deque(task for task in self.waiting if not task.cancelled)
-                if not self.waiting or len(self.running) >= MAX_RUNNING:
+                # The first text of a prompt evaluates it; the others then copy its sequence.
+                busy = [task.tokens for task in self.running if not task.text.count]
+                ready = [task for task in self.waiting
+                         if not any(task.tokens is tokens for tokens in busy)]
+                if not ready or len(self.running) >= MAX_RUNNING:
                     return
-                task = self.waiting.popleft()
+                # A request with many texts leaves room for the others.
+                task = min(ready, key=lambda task: sum(other.events is task.events
+                                                       for other in self.running))
+                self.waiting.remove(task)
+                running = [other.text.sequence for other in self.running
+                           if other.cache is task.cache]
                 self.running.append(task)
             try:
                 tokens = llamac.token_array(task.tokens)
-                sequence = task.cache.take(tokens)
+                sequence = task.cache.take(tokens, running)
                 task.text = llamac.Continuation(sequence, tokens, **task.options)
             except llamac.Error as e:  # too little memory
                 self.end(task, e)

@@ -303,6 +303,10 @@ def test_a_conversation_evaluates_only_what_is_new(client, server, monkeypatch):
     continued, size = say(whole)
     assert size == 2 and [len(known) for _, known in kept] == [25, 25, 29]
     server.talk.loaded.pop("plain")
+    evaluated.clear()
+    client.completions.create(model="plain", prompt=first, n=4, max_tokens=2)
+    assert sum(evaluated) == len(first) + 3 + 4  # the prompt once, its last token for the others, the first token of each text
+    server.talk.loaded.pop("plain")
     assert say(following) == (text, 19)
     server.talk.loaded.pop("plain")
     assert say(whole) == (continued, len(whole))
@@ -332,7 +336,7 @@ def test_a_long_prompt_does_not_stall_running_texts():
 
     class Text:
         def __init__(self, name, n_new, left):
-            self.name, self.n_new, self.left, self.reason, self.sequence = name, n_new, left, None, self
+            self.name, self.n_new, self.left, self.reason, self.sequence, self.count = name, n_new, left, None, self, 0
 
         ready = property(lambda self: not self.n_new)
         free = lambda self: None
@@ -361,9 +365,9 @@ def test_a_long_prompt_does_not_stall_running_texts():
 def test_texts_wait_in_the_order_of_their_arrival(monkeypatch):
     """At most MAX_RUNNING run at once; a client that leaves while it waits never begins."""
     found, begun = scheduler.Scheduler(), []
-    monkeypatch.setattr(llamac, "Continuation", lambda sequence, tokens, **_: begun.append(int(tokens[0])) or SimpleNamespace(sequence=sequence))
+    monkeypatch.setattr(llamac, "Continuation", lambda sequence, tokens, **_: begun.append(int(tokens[0])) or SimpleNamespace(sequence=sequence, count=0))
     monkeypatch.setattr(scheduler, "MAX_RUNNING", 3)
-    cache = SimpleNamespace(take=lambda tokens: SimpleNamespace(free=lambda: None), keep=lambda sequence: None)
+    cache = SimpleNamespace(take=lambda tokens, running: SimpleNamespace(free=lambda: None), keep=lambda sequence: None)
     tasks = [scheduler.Task(cache, [n], {}, queue.SimpleQueue()) for n in range(7)]
     found.waiting.extend(tasks)
     found.begin()
@@ -374,6 +378,19 @@ def test_texts_wait_in_the_order_of_their_arrival(monkeypatch):
     found.begin()
     assert begun == [0, 1, 2, 5, 6] and found.running == [tasks[2], tasks[5], tasks[6]] and not found.waiting
     assert str(tasks[0].events.get()[1]) == "broken"
+    many, prompt = queue.SimpleQueue(), [8]  # a request with many texts, two of one prompt, lets another one go first
+    tasks = [scheduler.Task(cache, tokens, {}, many) for tokens in (prompt, prompt, [9])] + [scheduler.Task(cache, [7], {}, queue.SimpleQueue())]
+    found.running.clear()
+    begun.clear()
+    found.waiting.extend(tasks)
+    found.begin()
+    assert begun == [8, 7, 9]
+    found.end(tasks[3], llamac.Error("it has left"))
+    found.begin()
+    assert begun == [8, 7, 9]
+    tasks[0].text.count = 1
+    found.begin()
+    assert begun == [8, 7, 9, 8]
 
 
 def test_a_text_that_fails_does_not_end_the_others(client):
