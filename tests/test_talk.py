@@ -504,7 +504,7 @@ def test_one_model_is_served_without_the_page(tmp_path, library, folder):
         _, address, *_, key, _, _, _, name = page.stdout.readline().split()
         with openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60) as client:
             assert [m.id for m in client.models.list()] == [name] == [str(folder / model)]
-            assert client.completions.create(model=name, prompt="a", max_tokens=5).usage.completion_tokens == 5
+            assert 1 <= client.completions.create(model=name, prompt="a", max_tokens=5).usage.completion_tokens <= 5
             with pytest.raises(openai.NotFoundError, match="no model"):
                 client.completions.create(model="plain", prompt="a")
         for path in "/", "/api/runs", "/api/start", "/app.js":
