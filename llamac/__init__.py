@@ -277,25 +277,20 @@ class Engine:
         Evaluate Parts of any of the engine's sequences in one call. On failure, the sequences have
         none of the new tokens.
         """
-        tokens = [token_array(part.tokens) for part in parts]
-        batch = np.zeros(sum(map(len, tokens)), BATCH_TOKEN)
-        end = 0
-        for part, new in zip(parts, tokens):
-            if part.sequence.engine is not self:
+        rows = []  # a list of tuples becomes an array faster than its slices are filled
+        for sequence, tokens, position, logits in parts:
+            if sequence.engine is not self:
                 raise Error("the sequence belongs to another engine")
-            begin, end = end, end + len(new)
-            position = len(part.sequence) if part.position is None else part.position
-            position = c_integer("the position", position)
-            c_integer("the last position", position + len(new))
-            rows = batch[begin:end]
-            rows["sequence"], rows["token"] = part.sequence.pointer or 0, new  # 0: freed
-            rows["position"] = np.arange(position, position + len(new))
-            if part.logits == "all":
-                rows["logits"] = True
-            elif part.logits == "last":
-                rows["logits"][-1:] = True
-            elif part.logits != "none":
-                raise Error(f"logits is {part.logits!r}, expected 'last', 'all' or 'none'")
+            if logits not in ("last", "all", "none"):
+                raise Error(f"logits is {logits!r}, expected 'last', 'all' or 'none'")
+            tokens = token_array(tokens).tolist()
+            begin = c_integer("the position", len(sequence) if position is None else position)
+            c_integer("the last position", begin + len(tokens))
+            pointer, every = sequence.pointer or 0, logits == "all"  # 0: freed
+            rows += [(pointer, token, pos, every) for pos, token in enumerate(tokens, begin)]
+            if tokens and logits == "last":
+                rows[-1] = (*rows[-1][:3], True)
+        batch = np.array(rows, BATCH_TOKEN)
         with self.using():
             call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
                  BATCH_TOKEN.itemsize)

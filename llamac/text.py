@@ -97,12 +97,12 @@ class Continuation:
         # The last token is evaluated in any case, for its logits.
         known = common_prefix(sequence.tokens, tokens[:-1])
         sequence.truncate(known)
-        self.last, self.new = int(tokens[-1]), tokens[known:].tolist()  # new: still to evaluate
+        self.last, self.new = int(tokens[-1]), tokens[known:]  # new: still to evaluate
         self.slide()
 
     @property
     def ready(self):
-        return not self.new
+        return not len(self.new)
 
     @property
     def n_new(self):
@@ -118,14 +118,14 @@ class Continuation:
         if len(self.sequence) + len(self.new) <= positions:
             return
         half = positions // 2 if positions > 3 else 1
-        tokens = [*self.sequence.tokens.tolist(), *self.new]
-        self.new = [tokens[0], *tokens[1 - half:]] if half > 1 else self.new[-1:]
+        tokens = np.concatenate([self.sequence.tokens, self.new])
+        self.new = np.append(tokens[:1], tokens[1 - half:]) if half > 1 else self.new[-1:]
         self.sequence.truncate(0)
 
     def part(self, max_tokens):
         """Return the next Part to evaluate, of up to max_tokens tokens."""
         tokens, self.new = self.new[:max_tokens], self.new[max_tokens:]
-        return llamac.Part(self.sequence, tokens, logits="none" if self.new else "last")
+        return llamac.Part(self.sequence, tokens, logits="none" if len(self.new) else "last")
 
     def advance(self):
         """
@@ -145,7 +145,8 @@ class Continuation:
             data = model.decode([token], self.last)
             self.count += 1
         text = stream.add(data, ended or self.count == self.max_tokens)
-        self.length, self.last, self.new = self.length + len(text), token, [token]
+        self.length, self.last = self.length + len(text), token
+        self.new = np.array([token], np.int32)
         if ended or stream.stopped:
             self.reason = "stop"
         elif self.count == self.max_tokens:
