@@ -62,7 +62,7 @@ bench: .venv/demo run ## measure the speed of run with models of 15M to 1.1B par
 run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
 
-lib: libllamac.a libllamac.so ## the library alone, for other programs: runtime/llamac.h, examples/embed.c
+lib: libllamac.a libllamac.so ## the library alone, for other programs: runtime/llamac.h, examples/
 
 # One object of all units, for both: what one of them calls in another is no business of who links it.
 .SECONDARY: cache/lib/llamac.o

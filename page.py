@@ -3,6 +3,7 @@ Serve a web page to start, follow and compare trainings, look inside models and 
 
     python page.py                    show the runs in out/; open the address that it prints
     python page.py RUNS --port=9000   show the runs in another folder, on another port
+    python page.py --serve=out/my     answer programs with one model, and nothing else
     ssh -L 8765:localhost:8765 HOST   make the address of a page on HOST work on this machine
 
 The page reads the runs' folders and needs no account. It starts each training as a separate
@@ -29,6 +30,8 @@ runs = "out"         # folder of runs
 host = "127.0.0.1"   # address to listen on; 127.0.0.1 serves this machine alone; 0.0.0.0 serves all
                      # networks, unencrypted
 port = 8765          # port to listen on; 0: any free port
+serve = ""           # a run's folder or a model file: serve only OpenAI's API with this model, /v1;
+                     # a client can neither start trainings nor see runs
 
 
 def routes():
@@ -57,6 +60,17 @@ def routes():
     return found
 
 
+def model_routes():
+    """Return the routes of the API alone, with one model. End the program if it can't be used."""
+    path = Path(serve, "model.gguf") if os.path.isdir(serve) else Path(serve)
+    talk = Talk(lambda: {serve: path})
+    try:
+        talk.load(serve).sequences()  # start the engine now, not with the first request
+    except (ValueError, RuntimeError) as e:
+        fail(f"--serve: {e}")
+    return talk.routes()
+
+
 def bokeh_route():
     """Return the handler that sends Bokeh's script, or an empty one if Bokeh is not installed."""
     package = importlib.util.find_spec("bokeh")
@@ -69,18 +83,22 @@ def bokeh_route():
 
 def main():
     try:
-        server = Server(host, port, routes())
+        server = Server(host, port, model_routes() if serve else routes())
     except (OSError, OverflowError) as e:
         fail(f"--host={host} --port={port}: cannot listen there ({e}); --port=0 takes a free port")
     if not is_loopback(host):
         print("warning: other machines can reach this page, and nothing is encrypted; ssh -L is "
               "safer", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the page like Ctrl-C
-    print(f"page: {server.url()}", flush=True)
+    if serve:
+        address, _, key = server.url().partition("/?token=")
+        print(f"API: {address}/v1 with the key {key} and the model {serve}", flush=True)
+    else:
+        print(f"page: {server.url()}", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print("the page has ended; trainings go on")
+        print("the API has ended" if serve else "the page has ended; trainings go on")
     finally:
         end_all()
 

@@ -43,20 +43,20 @@ CHUNK = 512  # tokens of a prompt per call
 def ours(path):
     """Measure our library. Return (tokens/s of the prompt, tokens/s of decoding after it)."""
     import llamac
-    session = llamac.Session(llamac.Model(path), positions + decoded, threads=threads,
-                             logits="sample", kv_bits=kv_bits)
-    vocab_size = session.model.info.vocab_size
+    engine = llamac.Engine(llamac.Model(path), positions + decoded, threads=threads,
+                           sample_only=True, kv_bits=kv_bits)
+    sequence, vocab_size = llamac.Sequence(engine), engine.model.info.vocab_size
     tokens = (np.arange(positions) * 97 % (vocab_size - 300) + 300).astype(np.int32)
     # The library repacks the weights after 16 decoded tokens. Warm up until they are repacked.
     for _ in range(20):
-        session.forward(tokens[:1], 0)
-    session.forward(tokens[:128], 0)
+        sequence.forward(tokens[:1], 0)
+    sequence.forward(tokens[:128], 0)
     start = time.perf_counter()
     for at in range(0, positions, CHUNK):
-        session.forward(tokens[at:at + CHUNK], at)
+        sequence.forward(tokens[at:at + CHUNK], at)
     prompt_end = time.perf_counter()
     for n in range(decoded):
-        session.forward(tokens[:1], positions + n)
+        sequence.forward(tokens[:1], positions + n)
     end = time.perf_counter()
     return positions / (prompt_end - start), decoded / (end - prompt_end)
 

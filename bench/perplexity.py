@@ -65,18 +65,19 @@ def ours(path, tokens):
     """
     import llamac
     model = llamac.Model(path)
-    found = []
+    engine, found = llamac.Engine(model, tokens.shape[1]), []
     for row in tokens:
-        session = llamac.Session(model, len(row), logits="all")
+        sequence = llamac.Sequence(engine)
         if model.info.add_bos:
             # llama-perplexity does the same, but writes the original tokens to its file.
             row = np.array([model.info.bos, *row[1:]])
         logits = []
         for start in range(0, len(row), BATCH):
-            session.forward(row[start:start + BATCH], start)
-            logits.append(session.logits.astype(np.float64))
+            batch = row[start:start + BATCH]
+            engine.evaluate([llamac.Part(sequence, batch, logits="all")])
+            logits += [engine.logits(i).astype(np.float64) for i in range(len(batch))]
         half = len(row) // 2
-        found.append(log_softmax(np.concatenate(logits)[half:-1]))
+        found.append(log_softmax(np.array(logits)[half:-1]))
     return np.array(found)
 
 

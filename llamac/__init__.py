@@ -2,20 +2,25 @@
 The C library in Python: runtime/llamac.h through ctypes. `make lib` builds libllamac.so.
 
     model = llamac.Model("out/demo/model.gguf")
-    session = llamac.Session(model)
+    engine = llamac.Engine(model)
+    sequence = llamac.Sequence(engine)
     sampler = llamac.Sampler(temperature=0.8, topp=0.9, state=1)
     prompt = model.encode("Once upon a time")
-    for text, *_ in llamac.generate(session, prompt, sampler, max_tokens=100, stop=["The end"]):
+    for text, *_ in llamac.generate(sequence, prompt, sampler, max_tokens=100, stop=["The end"]):
         print(text, end="", flush=True)
 
-    session.forward(tokens, 0)  # step by step
-    token = session.sample(sampler)
+    sequence.forward(tokens, 0)  # step by step
+    token = sequence.sample(sampler)
     model.decode([token], previous=tokens[-1])
 
-The library's errors are raised as Error. Arrays of tokens and logits are the library's memory,
-which is freed with the last reference to it. Threads may share a model; calls of one session wait
-for each other.
+    one, other = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
+    engine.evaluate([llamac.Part(one, tokens), llamac.Part(other, tokens)])
+
+The library's errors are raised as Error. Arrays of tokens are the library's memory, which is freed
+with the last reference to it; arrays of logits are copies. Threads may share a model and an engine;
+calls of one engine wait for each other.
 """
+import contextlib
 import ctypes
 import functools
 import operator
@@ -23,10 +28,11 @@ import threading
 import weakref
 from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from llamac.text import generate  # noqa: F401 (part of the interface)
+from llamac.text import Continuation, common_prefix, generate  # noqa: F401 (the interface)
 
 # Paths where library() looks for the library.
 PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[:2]]
@@ -38,7 +44,8 @@ class Error(RuntimeError):
 
 class Options(ctypes.Structure):
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
-                ("no_copy", c_bool), ("logits", c_int), ("kv_bits", c_int)]
+                ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
+                ("progress", c_void_p), ("abort", c_void_p), ("data", c_void_p), ("isa", c_char_p)]
 
 
 class Sampler(ctypes.Structure):
@@ -54,7 +61,11 @@ class Info(ctypes.Structure):
     _fields_ += [(name, c_int) for name in ("bos", "eos", "eot")]
 
 
-MODEL = SESSION = TOKENS = c_void_p
+# llamac_batch_token: with a pointer to the sequence, and padded as in C.
+BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position", np.int32),
+                        ("logits", np.bool_)], align=True)
+
+MODEL = ENGINE = SEQUENCE = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
 # {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
 # argument is ERROR can fail: use call(), which passes that argument.
@@ -62,7 +73,7 @@ FUNCTIONS = {
     "open": (MODEL, c_char_p, c_int, ERROR),
     "open_memory": (MODEL, *TEXT, c_int, ERROR),
     "close": (None, MODEL),
-    "describe": (Info, MODEL),
+    "describe_sized": (None, MODEL, POINTER(Info), c_size_t),
     "encode": (TOKENS, MODEL, *TEXT, c_bool, COUNT, ERROR),
     "decode": (c_size_t, MODEL, c_int, c_int, *TEXT),
     "ends": (c_bool, MODEL, c_int),
@@ -70,13 +81,22 @@ FUNCTIONS = {
     "encode_turn": (TOKENS, MODEL, c_bool, c_char_p, *TEXT, COUNT, ERROR),
     "encode_answer": (TOKENS, MODEL, *TEXT, COUNT, ERROR),
     "free": (None, TOKENS),
-    "start": (SESSION, MODEL, POINTER(Options), ERROR),
-    "stop": (None, SESSION),
-    "positions": (c_int, SESSION),
-    "note": (c_char_p, SESSION),
-    "forward": (c_bool, SESSION, TOKENS, c_int, c_int, ERROR),
-    "logits": (c_void_p, SESSION),
-    "sample": (c_int, SESSION, POINTER(Sampler), ERROR),
+    "start_sized": (ENGINE, MODEL, POINTER(Options), c_size_t, ERROR),
+    "stop": (None, ENGINE),
+    "positions": (c_int, ENGINE),
+    "threads": (c_int, ENGINE),
+    "note": (c_char_p, ENGINE),
+    "sequence_new": (SEQUENCE, ENGINE, ERROR),
+    "sequence_free": (None, SEQUENCE),
+    "sequence_copy": (SEQUENCE, SEQUENCE, c_int, ERROR),
+    "sequence_truncate": (c_bool, SEQUENCE, c_int, ERROR),
+    "sequence_length": (c_int, SEQUENCE),
+    "sequence_tokens": (c_void_p, SEQUENCE),
+    "forward": (c_bool, SEQUENCE, TOKENS, c_int, c_int, ERROR),
+    "evaluate_sized": (c_bool, ENGINE, c_void_p, c_int, c_size_t, ERROR),
+    "logits": (c_void_p, SEQUENCE),
+    "batch_logits": (c_void_p, ENGINE, c_int),
+    "sample": (c_int, SEQUENCE, POINTER(Sampler), ERROR),
 }
 
 
@@ -174,7 +194,8 @@ class Model:
         except Error as e:
             raise (e if isinstance(source, bytes) else Error(f"{source}: {e}")) from None
         self.pointer = owned(self, "llamac_close", pointer, source)
-        self.info = library().llamac_describe(self.pointer)
+        self.info = Info()
+        library().llamac_describe_sized(self.pointer, byref(self.info), ctypes.sizeof(Info))
 
     def encode(self, text, bos=None):
         """Return the tokens of a str. bos: whether BOS comes first; None: as the model expects."""
@@ -221,50 +242,186 @@ class Model:
         return library().llamac_ends(self.pointer, c_integer("a token", token))
 
 
-class Session:
+class Engine:
     """
-    A KV cache, and the threads that compute.
+    What computes: the threads or the GPU, and the weights in the layout that they need. All
+    sequences of an engine share it.
 
-    positions: size of the context in tokens; 0: the model's.
+    positions: max tokens of a sequence; 0: the model's context.
     threads: 0: the library chooses.
     no_copy: compute from the file's own pages, which processes share; this is slower.
-    logits: which ones forward() leaves: of the "last" token, of "all", or just enough to "sample".
+    sample_only: no logits are read: a GPU then keeps them in its memory.
     device: "cpu", "cuda" or "auto"; None: the default of the build.
-    kv_bits: size of a number in the cache: 32, 16 or 8; 0: 16 for quantised weights, otherwise 32.
+    kv_bits: size of a number in the KV cache: 32, 16 or 8; 0: 16 for quantised weights, else 32.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
     """
 
-    def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None,
-                 kv_bits=0):
-        kept = ["sample", "last", "all"].index(logits)  # as in llamac_logits_kept
-        options = Options(c_integer("positions", positions), c_integer("threads", threads),
-                          device and device.encode(), no_copy, kept, c_integer("kv_bits", kv_bits))
-        pointer = call("start", model.pointer, byref(options))
-        self.pointer = owned(self, "llamac_stop", pointer, model)
-        self.lock, self.model = threading.Lock(), model
-        self.keeps_all, self.shape = logits == "all", None
-        self.positions = library().llamac_positions(self.pointer)
-        self.note = library().llamac_note(self.pointer).decode()
+    def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
+                 device=None, kv_bits=0):
+        options = Options(positions=c_integer("positions", positions),
+                          n_threads=c_integer("threads", threads),
+                          device=device and device.encode(), no_copy=no_copy,
+                          sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits))
+        pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
+        self.model, self.lock = model, threading.Lock()
+        self.dropped = []  # pointers of sequences that were collected but are not freed yet
+        finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
+        finalizer.atexit = False  # as in owned()
+        self.pointer = pointer
+        self.positions = library().llamac_positions(pointer)
+        self.threads = library().llamac_threads(pointer)
+        self.note = library().llamac_note(pointer).decode()
+
+    @contextlib.contextmanager
+    def using(self):
+        """Let other threads wait during a block that calls the library."""
+        with self.lock:
+            free_sequences(self.dropped)
+            yield
+
+    def evaluate(self, parts):
+        """
+        Evaluate Parts of any of the engine's sequences in one call. On failure, the sequences have
+        none of the new tokens.
+        """
+        rows = []  # a list of tuples becomes an array faster than its slices are filled
+        for sequence, tokens, position, logits in parts:
+            if sequence.engine is not self:
+                raise Error("the sequence belongs to another engine")
+            if logits not in ("last", "all", "none"):
+                raise Error(f"logits is {logits!r}, expected 'last', 'all' or 'none'")
+            tokens = token_array(tokens).tolist()
+            begin = c_integer("the position", len(sequence) if position is None else position)
+            c_integer("the last position", begin + len(tokens))
+            pointer, every = sequence.pointer or 0, logits == "all"  # 0: freed
+            rows += [(pointer, token, pos, every) for pos, token in enumerate(tokens, begin)]
+            if tokens and logits == "last":
+                rows[-1] = (*rows[-1][:3], True)
+        batch = np.array(rows, BATCH_TOKEN)
+        with self.using():
+            call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
+                 BATCH_TOKEN.itemsize)
+
+    def logits(self, i):
+        """
+        Return the logits of token i of the latest call that evaluated tokens, counted over all its
+        parts: (vocab_size,) float32.
+        """
+        with self.using():
+            return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
+                                 self.model)
+
+
+class Sequence:
+    """A text that an engine works on: its tokens and their KV cache. len(): number of tokens."""
+
+    def __init__(self, engine):
+        with engine.using():
+            self.adopt(engine, call("sequence_new", engine.pointer))
+
+    def adopt(self, engine, pointer):
+        """Own a pointer of the library to a sequence of the engine."""
+        self.engine, self.pointer = engine, pointer
+        self.finalizer = weakref.finalize(self, drop_sequence, engine, pointer)
+        self.finalizer.atexit = False  # as in owned()
+
+    def copy(self, n):
+        """Return a sequence with the first n tokens of this one, whose memory both share."""
+        copy = object.__new__(Sequence)
+        with self.engine.using():
+            copy.adopt(self.engine, call("sequence_copy", self.pointer, c_integer("n", n)))
+        return copy
+
+    def free(self):
+        """Free the memory now. Any later use of the sequence is an Error."""
+        if self.pointer:
+            self.finalizer.detach()
+            with self.engine.using():
+                library().llamac_sequence_free(self.pointer)
+            self.pointer = None
+
+    def truncate(self, n):
+        """Drop all tokens but the first n."""
+        with self.engine.using():
+            call("sequence_truncate", self.pointer, c_integer("n", n))
+
+    def __len__(self):
+        return library().llamac_sequence_length(self.pointer)
+
+    def __bool__(self):
+        return True  # an empty sequence is still a sequence
+
+    @property
+    def tokens(self):
+        """The tokens: (n,) int32, a copy."""
+        with self.engine.using():
+            address = library().llamac_sequence_tokens(self.pointer)
+            size = len(self)
+            if not size:
+                return np.empty(0, np.int32)
+            return np.ctypeslib.as_array((c_int * size).from_address(address)).copy()
 
     def forward(self, tokens, pos):
-        """Evaluate tokens at the positions from `pos` on."""
+        """Evaluate tokens at the positions from `pos` on, instead of those that are there."""
         tokens, pos = token_array(tokens), c_integer("the position", pos)
-        with self.lock:
+        with self.engine.using():
             call("forward", self.pointer, tokens.ctypes.data, tokens.size, pos)
-            self.shape = (tokens.size if self.keeps_all else 1, self.model.info.vocab_size)
 
     @property
     def logits(self):
-        """Logits of the latest forward: (rows, vocab_size) float32. The next call changes them."""
-        address = library().llamac_logits(self.pointer)
-        if not address or not self.shape:
-            raise Error("there are no logits: expected a session with logits='last' or 'all', and "
-                        "forward before")
-        memory = (c_float * self.shape[1] * self.shape[0]).from_address(address)
-        memory.session = self  # keeps the memory while the array is in use
-        return np.ctypeslib.as_array(memory)
+        """
+        Logits of the latest token of the sequence for which they were computed: (vocab_size,)
+        float32. They are lost when the engine evaluates again.
+        """
+        with self.engine.using():
+            return copied_logits(library().llamac_logits(self.pointer), self.engine.model)
 
     def sample(self, sampler):
-        """Return a next token, drawn from the logits of the last token that forward() evaluated."""
-        with self.lock:
+        """Return a next token, drawn from the logits of the latest token that has some."""
+        with self.engine.using():
             return call("sample", self.pointer, byref(sampler))
+
+
+class Part(NamedTuple):
+    """
+    Tokens of one sequence in a batch. position: of the first token, whose place in the sequence and
+    all after it they take; None: they are appended. logits: compute those of the "last" token, of
+    "all" or of "none".
+    """
+    sequence: Sequence
+    tokens: object
+    position: int | None = None
+    logits: str = "last"
+
+
+def copied_logits(address, model):
+    """Return a copy of the logits at an address. The library may move them in its next call."""
+    if not address:
+        raise Error("there are no logits: expected an engine without sample_only whose latest call "
+                    "computed them")
+    return np.ctypeslib.as_array((c_float * model.info.vocab_size).from_address(address)).copy()
+
+
+def free_sequences(dropped):
+    """Free the sequences whose pointers are in a list, and empty it."""
+    while dropped:
+        library().llamac_sequence_free(dropped.pop())
+
+
+def drop_sequence(engine, pointer):
+    """
+    Free a sequence that was collected: at once, or in the engine's next call if the engine is in
+    use. Python can collect it in any thread and at any time, even within a call of the engine.
+    """
+    engine.dropped.append(pointer)
+    if engine.lock.acquire(blocking=False):
+        try:
+            free_sequences(engine.dropped)
+        finally:
+            engine.lock.release()
+
+
+def stop_engine(pointer, dropped, model):
+    """Stop an engine that was collected. model: kept until then, because its memory is used."""
+    free_sequences(dropped)
+    library().llamac_stop(pointer)

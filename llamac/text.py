@@ -1,6 +1,5 @@
 """Text from a model as it is generated, up to a stop text, in a context that slides when full."""
 import codecs
-import contextlib
 
 import numpy as np
 
@@ -59,63 +58,120 @@ def token_details(model, logits, previous, token, count):
     return describe(token) | {"top_logprobs": [describe(t) for t in likeliest]}
 
 
-def slide(window, new, positions):
-    """
-    Return the tokens to evaluate after those in `window`, the list of evaluated tokens: `new`, if
-    they fit into `positions`. Otherwise empty the window and return its first token and the latest
-    ones, half a context in all, as run does.
-    """
-    if len(window) + len(new) <= positions:
-        return new
-    half = positions // 2 if positions > 3 else 1
-    tokens = window + new
-    kept = [tokens[0], *tokens[1 - half:]] if half > 1 else new[-1:]
-    window.clear()
-    return kept
+def common_prefix(one, other):
+    """Return how many tokens at the beginning of two arrays of tokens are the same."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
 
 
-def generate(session, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None, lock=None):
+class Continuation:
+    """
+    The text that follows some tokens, a token at a time: it ends when the model ends it, when a
+    text of `stop` appears (it is cut off), or after max_tokens.
+
+        while not continuation.reason:
+            engine.evaluate([continuation.part(64)])
+            if continuation.ready:
+                text, details, count, reason = continuation.advance()
+
+    One call of evaluate() may have the parts of several continuations. If the sequence begins with
+    some of the tokens already, these are not evaluated again. When the context is full, it slides.
+
+    reason: None, or why the text ended: "stop" or "length".
+    ready: whether all tokens up to the next one to sample are evaluated.
+    """
+
+    def __init__(self, sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None):
+        if max_tokens is not None and llamac.c_integer("max_tokens", max_tokens) < 0:
+            raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no "
+                               "limit")
+        tokens = llamac.token_array(tokens)
+        if not len(tokens):
+            raise llamac.Error("a text of 0 tokens, expected 1 or more")
+        self.sequence, self.sampler, self.max_tokens = sequence, sampler, max_tokens
+        self.model, self.top_logprobs = sequence.engine.model, top_logprobs
+        self.stream, self.details = TextStream(list(stop)), []
+        self.count = self.length = 0  # tokens, and characters that advance() returned
+        self.reason = "length" if max_tokens == 0 else None
+        # The last token is evaluated in any case, for its logits.
+        known = common_prefix(sequence.tokens, tokens[:-1])
+        sequence.truncate(known)
+        self.last, self.new = int(tokens[-1]), tokens[known:]  # new: still to evaluate
+        self.slide()
+
+    @property
+    def ready(self):
+        return not len(self.new)
+
+    @property
+    def n_new(self):
+        """Number of tokens that are still to be evaluated."""
+        return len(self.new)
+
+    def slide(self):
+        """
+        If the new tokens do not fit into the context, begin again with the first token and the
+        latest ones, half a context in all, as run does.
+        """
+        positions = self.sequence.engine.positions
+        if len(self.sequence) + len(self.new) <= positions:
+            return
+        half = positions // 2 if positions > 3 else 1
+        tokens = np.concatenate([self.sequence.tokens, self.new])
+        self.new = np.append(tokens[:1], tokens[1 - half:]) if half > 1 else self.new[-1:]
+        self.sequence.truncate(0)
+
+    def part(self, max_tokens):
+        """Return the next Part to evaluate, of up to max_tokens tokens."""
+        tokens, self.new = self.new[:max_tokens], self.new[max_tokens:]
+        return llamac.Part(self.sequence, tokens, logits="none" if len(self.new) else "last")
+
+    def advance(self):
+        """
+        Sample the next token. Return (text, details, count, reason).
+
+        text: what has become certain, see TextStream; details: token_details of the tokens in it,
+        and the "offset" of each in the whole text, in characters; count: tokens so far.
+        """
+        model, stream = self.model, self.stream
+        logits = None if self.top_logprobs is None else self.sequence.logits
+        token = self.sequence.sample(self.sampler)
+        ended, data = model.ends(token), b""
+        if not ended:
+            if logits is not None:
+                entry = token_details(model, logits, self.last, token, self.top_logprobs)
+                self.details.append(entry | {"offset": self.length + len(stream.held)})
+            data = model.decode([token], self.last)
+            self.count += 1
+        text = stream.add(data, ended or self.count == self.max_tokens)
+        self.length, self.last = self.length + len(text), token
+        self.new = np.array([token], np.int32)
+        if ended or stream.stopped:
+            self.reason = "stop"
+        elif self.count == self.max_tokens:
+            self.reason = "length"
+        else:
+            self.slide()
+        # At the end all text is certain, but a stop text cuts off tokens, and so their details.
+        complete = self.reason and not stream.stopped
+        certain = [entry for entry in self.details if entry["offset"] < self.length or complete]
+        self.details = self.details[len(certain):]
+        return text, certain, self.count, self.reason
+
+
+def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None):
     """
     Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
     max_tokens are generated.
 
-    Yield (text, details, count, reason) after each token; nothing for max_tokens=0. text: what has
-    become certain, see TextStream; details: token_details of the tokens in it, and the "offset" of
-    each in the generated text, in characters; count: tokens so far; reason: None, or why generation
-    ends: "stop" or "length".
+    Yield (text, details, count, reason) after each token, as Continuation.advance() returns them;
+    nothing for max_tokens=0.
 
     top_logprobs: how many likeliest tokens the details of a token have; None: no details.
-    lock: a context manager that is entered for each computation.
     """
-    model, window, stream = session.model, [], TextStream(list(stop))
-    lock = lock or contextlib.nullcontext()
-    count = length = 0  # tokens, and characters that were yielded
-    details, reason, new = [], None, list(tokens)
-    if max_tokens is not None and llamac.c_integer("max_tokens", max_tokens) < 0:
-        raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no limit")
-    while not reason and max_tokens != 0:
-        new = slide(window, new, session.positions)
-        for at in range(0, len(new) or 1, CHUNK):  # without any token, let forward() refuse
-            with lock:
-                session.forward(new[at:at + CHUNK], len(window))
-            window += new[at:at + CHUNK]
-        with lock:
-            logits = None if top_logprobs is None else session.logits[-1].copy()
-            token = session.sample(sampler)
-        ended, data = model.ends(token), b""
-        if not ended:
-            if logits is not None:
-                entry = token_details(model, logits, window[-1], token, top_logprobs)
-                details.append(entry | {"offset": length + len(stream.held)})
-            data, count = model.decode([token], window[-1]), count + 1
-        text = stream.add(data, ended or count == max_tokens)
-        length, new = length + len(text), [token]
-        if ended or stream.stopped:
-            reason = "stop"
-        elif count == max_tokens:
-            reason = "length"
-        # At the end all text is certain, but a stop text cuts off tokens, and so their details.
-        complete = reason and not stream.stopped
-        certain = [entry for entry in details if entry["offset"] < length or complete]
-        details = details[len(certain):]
-        yield text, certain, count, reason
+    text = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs)
+    while not text.reason:
+        sequence.engine.evaluate([text.part(CHUNK)])
+        if text.ready:
+            yield text.advance()

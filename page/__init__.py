@@ -10,6 +10,7 @@ The modules of the page, which page.py joins. Each may import the ones above it 
     runs       finds the runs below a folder, and reads them as they grow
     run_api    routes about runs: table, curves, live events
     jobs       the queue of trainings
+    scheduler  generates the texts of many clients at once
     talk       answers from models through OpenAI's API
     inside     computes what happens inside a checkpoint for a text
 

@@ -1,17 +1,16 @@
 """
 Answers from models through OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
 
-Each request uses its own session. One forward pass uses all cores, so requests take turns, a token
-each.
+The texts of all requests share one engine for each model; scheduler.py generates them.
 """
 import contextlib
 import itertools
 import mmap
 import os
+import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,11 +18,11 @@ from typing import NamedTuple
 import llamac
 from engine.files import stamp
 from engine.untrusted import open_untrusted, read_untrusted
+from page.scheduler import Scheduler, SequenceCache, Task
 from page.server import Response
 
-MAX_CONCURRENT = 16    # requests that take turns; others wait
-MAX_IDLE_SESSIONS = 2  # per model, kept for later requests: starting one takes longer than a token
 MAX_MODELS = 4         # open model files
+MAX_TEXTS = 64         # texts of a request: its prompts, times n
 MAX_TOKENS = (1 << 31) - 1  # the largest int of C
 MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
 # Model files of up to this many bytes are read into memory rather than mapped, because reading a
@@ -44,35 +43,12 @@ class ApiError(ValueError):
         self.response = Response(error(message, "invalid_request_error", param, code), status)
 
 
-class FairLock:
-    """A lock that threads get in the order in which they asked for it."""
-
-    def __init__(self):
-        self.lock, self.busy, self.waiting = threading.Lock(), False, deque()
-
-    def __enter__(self):
-        with self.lock:
-            if not self.busy:
-                self.busy = True
-                return
-            gate = threading.Lock()
-            gate.acquire()
-            self.waiting.append(gate)
-        gate.acquire()  # until the thread that has the lock releases it
-
-    def __exit__(self, *_):
-        with self.lock:
-            if self.waiting:  # pass the lock on; it stays busy
-                self.waiting.popleft().release()
-            else:
-                self.busy = False
-
-
 class LoadedModel:
-    """An open model file and its idle sessions. chat_error: why it can't chat, or ""."""
+    """An open model file. chat_error: why it can't chat, or ""."""
 
     def __init__(self, path):
-        self.stamp, self.idle, self.chat_error = stamp(path), [], ""
+        self.stamp, self.chat_error = stamp(path), ""
+        self.cache, self.lock = None, threading.Lock()
         _, size, _ = self.stamp
         fits = size <= MAX_IN_MEMORY
         self.model = llamac.Model(read_untrusted(path, MAX_IN_MEMORY) if fits else path)
@@ -83,15 +59,11 @@ class LoadedModel:
         except llamac.Error as e:
             self.chat_error = str(e).partition(";")[0]  # without the advice for users of run
 
-    @contextlib.contextmanager
-    def session(self):
-        """Lend an idle session or a new one. An error in the block discards the session."""
-        try:
-            session = self.idle.pop()
-        except IndexError:
-            session = llamac.Session(self.model)
-        yield session  # raises the block's error, so that the session is not kept
-        self.idle = [*self.idle, session][:MAX_IDLE_SESSIONS]
+    def sequences(self):
+        """Return the SequenceCache of the model's engine, which the first request starts."""
+        with self.lock:
+            self.cache = self.cache or SequenceCache(llamac.Engine(self.model))
+            return self.cache
 
 
 # ---- the fields of a request
@@ -123,14 +95,14 @@ FIELDS = {  # of completions and chats; None: checked where the field is used
     "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     "stop": Field((str, list), "one to four texts", is_stop),
-    "stream_options": Field((dict,), "an object"),
+    "stream_options": Field((dict,), "an object"), "n": integer(1, MAX_TEXTS),
 }
 COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
 LABELS = {"user", "metadata"}  # fields that are accepted and ignored
 # Fields that are accepted with these values alone, which mean the same as no field.
-FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
+FIXED = {"best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
          "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
          "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
 
@@ -140,13 +112,28 @@ class Generation:
     """A checked request."""
     name: str        # of the model
     chat: bool       # a chat completion rather than a completion
-    tokens: list     # of the prompt
+    prompts: list    # the tokens of each prompt
+    n: int           # texts for each prompt
     max_tokens: int
-    sampler: llamac.Sampler
+    temperature: float
+    top_p: float
+    seed: int        # of the first text of each prompt; the next ones have the numbers after it
     stop: list       # of texts that end the generation
     top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
     stream: bool
     include_usage: bool  # end the stream with the numbers of tokens
+
+    def tasks(self, cache, events):
+        """Return the Tasks of the texts, the first prompt's first. events: their queue."""
+        found = []
+        for tokens in self.prompts:
+            for i in range(self.n):
+                state = (self.seed + i) & (1 << 64) - 1  # for uint64_t
+                options = {"sampler": llamac.Sampler(self.temperature, self.top_p, state),
+                           "max_tokens": self.max_tokens, "stop": self.stop,
+                           "top_logprobs": self.top_logprobs}
+                found.append(Task(cache, tokens, options, events, index=len(found)))
+        return found
 
 
 def checked(body, fields, name, default=None):
@@ -182,18 +169,26 @@ def valid_text(text):
 
 
 def prompt_tokens(model, body):
-    """Return the tokens of a prompt. Raises ApiError."""
-    prompt = body.get("prompt")  # a text, a list of tokens, or a list of one of these
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        bos = None if prompt else True  # an empty prompt is BOS alone; None: as the model expects
-        return model.encode(valid_text(prompt), bos).tolist()
-    size = model.info.vocab_size
-    if isinstance(prompt, list) and prompt:
-        if all(type(token) is int and 0 <= token < size for token in prompt):
-            return prompt
-    message = f"prompt: expected one text, or a list of tokens, each from 0 to {size - 1}"
+    """
+    Return the tokens of each prompt: of a text, a list of tokens, or a list of several of one kind.
+    Raises ApiError.
+    """
+    prompt, size = body.get("prompt"), model.info.vocab_size
+
+    def is_tokens(value):
+        return isinstance(value, list) and len(value) > 0 and all(
+            type(token) is int and 0 <= token < size for token in value)
+
+    prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
+    if isinstance(prompts, list) and prompts:
+        if all(isinstance(text, str) for text in prompts):
+            # An empty prompt is BOS alone; None: as the model expects.
+            return [model.encode(valid_text(text), None if text else True).tolist()
+                    for text in prompts]
+        if all(map(is_tokens, prompts)):
+            return prompts
+    message = (f"prompt: expected a text, a list of tokens, each from 0 to {size - 1}, or a list "
+               "of texts or of lists of tokens")
     raise ApiError(message, "prompt")
 
 
@@ -247,14 +242,19 @@ def parse(body, chat, loaded):
     if chat and loaded.chat_error:
         raise ApiError(f"{loaded.chat_error}: this model can't chat; /v1/completions continues a "
                        "text", "model")
-    tokens = chat_tokens(model, body) if chat else prompt_tokens(model, body)
+    n = checked(body, fields, "n", 1)
+    prompts = [chat_tokens(model, body)] if chat else prompt_tokens(model, body)
     param = "messages" if chat else "prompt"
-    if not tokens:
-        message = "the prompt has no tokens, and this model has no BOS; expected a text"
-        raise ApiError(message, param)
-    if len(tokens) > model.info.seq_len:
-        raise ApiError(f"the prompt has {len(tokens)} tokens, the model's context is "
-                       f"{model.info.seq_len}", param, "context_length_exceeded")
+    if n * len(prompts) > MAX_TEXTS:
+        raise ApiError(f"{len(prompts)} prompts with n = {n} are {n * len(prompts)} texts, "
+                       f"expected at most {MAX_TEXTS}", "n")
+    for tokens in prompts:
+        if not tokens:
+            message = "the prompt has no tokens, and this model has no BOS; expected a text"
+            raise ApiError(message, param)
+        if len(tokens) > model.info.seq_len:
+            raise ApiError(f"the prompt has {len(tokens)} tokens, the model's context is "
+                           f"{model.info.seq_len}", param, "context_length_exceeded")
     max_tokens = checked(body, fields, "max_tokens", model.info.seq_len if chat else 16)
     top_logprobs = checked(body, fields, "logprobs")
     if chat:
@@ -263,11 +263,11 @@ def parse(body, chat, loaded):
     stop = checked(body, fields, "stop", [])
     options = checked(body, fields, "stream_options", {})
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
-    seed = checked(body, fields, "seed", secrets.randbits(63)) & (1 << 64) - 1  # for uint64_t
-    sampler = llamac.Sampler(checked(body, fields, "temperature", 1),
-                             checked(body, fields, "top_p", 1), seed)
     return Generation(
-        name=str(body["model"]), chat=chat, tokens=tokens, max_tokens=max_tokens, sampler=sampler,
+        name=str(body["model"]), chat=chat, prompts=prompts, n=n, max_tokens=max_tokens,
+        temperature=checked(body, fields, "temperature", 1),
+        top_p=checked(body, fields, "top_p", 1),
+        seed=checked(body, fields, "seed", secrets.randbits(63)),
         stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
         top_logprobs=top_logprobs, stream=checked(body, fields, "stream", False),
         include_usage=checked(options, {"include_usage": FLAG}, "include_usage", False))
@@ -281,8 +281,7 @@ class Talk:
     def __init__(self, models):
         self.models = models
         self.loaded, self.lock = {}, threading.Lock()  # {name: LoadedModel}, the oldest first
-        self.compute_lock = FairLock()
-        self.slots = threading.Semaphore(MAX_CONCURRENT)
+        self.scheduler = Scheduler()
 
     def routes(self):
         return {"GET /v1/models": self.list,
@@ -340,35 +339,47 @@ class Talk:
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()),
                 "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}
-        while not self.slots.acquire(timeout=1):
-            yield None
+        tasks, events = [], queue.SimpleQueue()
         try:
+            tasks = asked.tasks(loaded.sequences(), events)
             if asked.chat:
                 first = {"delta": {"role": "assistant", "content": ""}}
-                yield head | {"choices": [choice(True, "", [], None) | first]}
-            count = 0
-            with loaded.session() as session:
-                for text, details, count, reason in llamac.generate(
-                        session, asked.tokens, asked.sampler, asked.max_tokens, asked.stop,
-                        asked.top_logprobs, self.compute_lock):
-                    if text or details or reason:
-                        yield head | {"choices": [choice(asked.chat, text, details, reason)]}
-                    else:
-                        yield None
+                for task in tasks:
+                    yield head | {"choices": [choice(True, task.index, "", [], None) | first]}
+            self.scheduler.submit(tasks)
+            total, running = 0, len(tasks)
+            while running:
+                try:
+                    index, event = events.get(timeout=1)
+                except queue.Empty:
+                    yield None
+                    continue
+                if isinstance(event, llamac.Error):
+                    raise event
+                text, details, count, reason = event
+                if text or details or reason:
+                    yield head | {"choices": [choice(asked.chat, index, text, details, reason)]}
+                else:
+                    yield None
+                if reason:
+                    total, running = total + count, running - 1
             if asked.include_usage or not asked.stream:
-                size = len(asked.tokens)
-                usage = {"prompt_tokens": size, "completion_tokens": count,
-                         "total_tokens": size + count}
+                size = sum(map(len, asked.prompts))
+                usage = {"prompt_tokens": size, "completion_tokens": total,
+                         "total_tokens": size + total}
                 yield head | {"choices": [], "usage": usage}
             yield "[DONE]"
         except llamac.Error as e:  # too little memory, broken weights
             yield error(str(e), "server_error")
         finally:
-            self.slots.release()
+            self.scheduler.cancel(tasks)
 
 
-def choice(chat, text, details, reason):
-    """Return the "choice" of a chunk. details, reason: as llamac.generate yields them."""
+def choice(chat, index, text, details, reason):
+    """
+    Return the "choice" of a chunk. index: of the text; details, reason: as
+    llamac.Continuation.advance() returns them.
+    """
     logprobs = None
     if details and chat:
         fields = ("token", "logprob", "bytes", "top_logprobs")
@@ -381,7 +392,7 @@ def choice(chat, text, details, reason):
                              for entry in details],
             "text_offset": [entry["offset"] for entry in details]}
     content = {"delta": {"content": text}} if chat else {"text": text}
-    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 def joined(asked, events, gone):
@@ -398,20 +409,27 @@ def joined(asked, events, gone):
                 return Response("")
     if "error" in found[-1]:  # otherwise the last event has the usage
         return Response(found[-1], 500)
-    choices = [event["choices"][0] for event in found if event["choices"]]
+    parts = [[] for _ in range(asked.n * len(asked.prompts))]
+    for event in found[:-1]:
+        for part in event["choices"]:
+            parts[part["index"]].append(part)
+    kind = "chat.completion" if asked.chat else "text_completion"
+    return found[-1] | {"object": kind, "choices": [whole_choice(asked, part) for part in parts]}
+
+
+def whole_choice(asked, parts):
+    """Return the choices of one text in the chunks of a stream as one choice."""
     logprobs = None
     if asked.top_logprobs is not None:
-        parts = [c["logprobs"] for c in choices if c["logprobs"]]
+        found = [part["logprobs"] for part in parts if part["logprobs"]]
         names = ["content"] if asked.chat else ["tokens", "token_logprobs", "top_logprobs",
                                                 "text_offset"]
-        logprobs = {name: list(itertools.chain.from_iterable(part[name] for part in parts))
+        logprobs = {name: list(itertools.chain.from_iterable(part[name] for part in found))
                     for name in names}
-    text = "".join(c["delta"]["content"] if asked.chat else c["text"] for c in choices)
+    text = "".join(part["delta"]["content"] if asked.chat else part["text"] for part in parts)
     content = {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
-    whole = {"index": 0, **content, "logprobs": logprobs,
-             "finish_reason": choices[-1]["finish_reason"]}
-    kind = "chat.completion" if asked.chat else "text_completion"
-    return found[-1] | {"object": kind, "choices": [whole]}
+    return {"index": parts[0]["index"], **content, "logprobs": logprobs,
+            "finish_reason": parts[-1]["finish_reason"]}
 
 
 # ---- model files

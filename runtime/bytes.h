@@ -11,6 +11,11 @@
 
 typedef llamac_error Error;
 
+// Empties an error, as each function of llamac.h does before it can succeed.
+static inline void clear(Error *e) {
+    if (e) e->text[0] = 0;
+}
+
 // Writes the message to e (unless e is NULL) and returns false. The message may quote an untrusted
 // file, and a terminal obeys control characters, so every byte that is not printable ASCII becomes
 // a question mark.

@@ -604,6 +604,7 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
 }
 
 bool llamac_use_template(llamac_model *m, const char *name, Error *e) {
+    clear(e);
     CHECK(m, no_model);
     if (use_template(m, name, e)) return true;
     // a wrong name is the caller's fault, so the message does not name the file

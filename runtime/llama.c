@@ -44,10 +44,6 @@ struct llamac_sequence {
 static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
 static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
 
-static void clear(Error *e) {
-    if (e) e->text[0] = 0;
-}
-
 // ----------------------------------------------------------------------------
 // The transformer
 
@@ -100,7 +96,7 @@ void llamac_sequence_free(llamac_sequence *s) {
 }
 
 // Makes room for n tokens in s->tokens.
-static bool make_room(llamac_sequence *s, int n, Error *e) {
+static bool make_token_room(llamac_sequence *s, int n, Error *e) {
     if (n <= s->capacity) return true;
     int capacity = n < 2 * s->capacity ? 2 * s->capacity : n;
     int *tokens = resize(s->tokens, capacity, sizeof *tokens);
@@ -117,7 +113,7 @@ llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e)
     llamac_sequence *copy = llamac_sequence_new(s->engine, e);
     Backend *b = s->engine->backend;
     if (!copy) return NULL;
-    bool ok = make_room(copy, n, e);
+    bool ok = make_token_room(copy, n, e);
     if (ok && !b->share(b, copy->cache, s->cache, n)) ok = fail(e, no_memory);
     if (!ok) return llamac_sequence_free(copy), NULL;
     if (n) memcpy(copy->tokens, s->tokens, n * sizeof *copy->tokens);
@@ -126,7 +122,7 @@ llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e)
 }
 
 // Drops the tokens from n on.
-static bool truncate(llamac_sequence *s, int n) {
+static bool drop_tokens(llamac_sequence *s, int n) {
     Backend *b = s->engine->backend;
     if (s->length > n) s->length = n;
     return b->reserve(b, s->cache, s->length, 0);
@@ -136,7 +132,7 @@ bool llamac_sequence_truncate(llamac_sequence *s, int n, Error *e) {
     clear(e);
     CHECK(s, no_sequence);
     CHECK(n >= 0 && n <= s->length, "%d tokens of a sequence that has %d", n, s->length);
-    CHECK(truncate(s, n), no_memory);
+    CHECK(drop_tokens(s, n), no_memory);
     return true;
 }
 
@@ -175,9 +171,9 @@ static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch
         CHECK(pos <= s->length && (first || pos == s->length),
               "a token at position %d, but the sequence has %d tokens; expected position %d%s", pos,
               s->length, s->length, first ? " or an earlier one" : "");
-        CHECK(!first || truncate(s, pos), no_memory);
+        CHECK(!first || drop_tokens(s, pos), no_memory);
         s->call = engine->calls, s->row = -1;
-        CHECK(make_room(s, pos + 1, e), no_memory);
+        CHECK(make_token_room(s, pos + 1, e), no_memory);
         s->tokens[pos] = batch[i].token;
         s->length = pos + 1;
     }
@@ -257,7 +253,7 @@ bool llamac_evaluate_sized(llamac_engine *engine, const llamac_batch_token *batc
     if (ok) engine->n = n;
     for (int i = 0; !ok && i < n; i++) { // drop what was appended
         llamac_sequence *s = batch[i].sequence;
-        if (s->call == engine->calls) truncate(s, batch[i].position);
+        if (s->call == engine->calls) drop_tokens(s, batch[i].position);
         s->row = -1;
     }
     return ok;

@@ -566,6 +566,7 @@ static bool verify(const Model *m, Error *e) {
 }
 
 bool llamac_verify(const llamac_model *m, Error *e) {
+    clear(e);
     CHECK(m, no_model);
     return verify(&m->transformer, e) || llamac_name_file(m->path, e); // the latter returns false
 }
@@ -621,6 +622,7 @@ bool llamac_name_file(const char *path, Error *e) {
 }
 
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
+    clear(e);
     if (!bytes) return fail(e, "the file's bytes are NULL"), NULL;
     if ((uintptr_t)bytes % 8)
         return fail(e,
@@ -648,6 +650,7 @@ llamac_model *llamac_open(const char *path, int flags, Error *e) {
 bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
     File file;
     Tokenizer t = {0};
+    clear(e);
     CHECK(m, no_model);
     if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e);
     if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->transformer.config.vocab_size, e)) {

@@ -452,6 +452,7 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, in
 
 bool llamac_check_text_arguments(const llamac_model *m, const char *text, size_t n, int *n_tokens,
                                  Error *e) {
+    clear(e);
     CHECK(n_tokens, "n_tokens is NULL");
     *n_tokens = 0;
     CHECK(m, no_model);

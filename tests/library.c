@@ -1,6 +1,7 @@
 // The library from outside: `library twice MODEL OTHER` writes with both by turns, from two threads; `library often MODEL N` opens
-// and closes N times, with a session each fourth time; `library wrong MODEL` calls everything wrongly; `library again MODEL` calls
-// everything twice.
+// and closes N times, with an engine each fourth time; `library wrong MODEL` calls everything wrongly; `library again MODEL` calls
+// everything twice; `library batch MODEL` evaluates sequences together and alone; `library older MODEL` is a program that was
+// compiled with a llamac.h of fewer fields.
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -10,6 +11,8 @@
 #include "../runtime/llamac.h"
 
 enum { TOKENS = 48 };
+
+static int vocab_size; // numbers of a row of logits
 
 typedef struct { llamac_model *model; char text[4096]; } Writer;
 
@@ -21,7 +24,8 @@ static void give_up(const llamac_error *error) {
 static void *write_text(void *argument) {
     Writer *w = argument;
     llamac_error error;
-    llamac_session *s = llamac_start(w->model, &(llamac_options){.n_threads = 2}, &error);
+    llamac_engine *engine = llamac_start(w->model, &(llamac_options){.n_threads = 2}, &error);
+    llamac_sequence *s = engine ? llamac_sequence_new(engine, &error) : NULL;
     if (!s) give_up(&error);
     llamac_sampler sampler = {.temperature = 0.9f, .topp = 0.9f, .state = 7};
     int n, *tokens = llamac_encode(w->model, "One", 3, true, &n, &error), last = tokens[n - 1];
@@ -35,7 +39,8 @@ static void *write_text(void *argument) {
         last = next;
     }
     llamac_free(tokens);
-    llamac_stop(s);
+    llamac_sequence_free(s);
+    llamac_stop(engine);
     return NULL;
 }
 
@@ -65,11 +70,16 @@ static int often(const char *path, int times) {
     llamac_error error;
     for (int i = 0; i < times; i++) {
         llamac_model *m = open_model(path);
-        llamac_session *s = i % 4 ? NULL : llamac_start(m, &(llamac_options){.positions = 4, .n_threads = 1 + i % 3}, &error);
+        llamac_options options = {.positions = 4, .n_threads = 1 + i % 3};
+        llamac_engine *engine = i % 4 ? NULL : llamac_start(m, &options, &error);
+        llamac_sequence *s = engine ? llamac_sequence_new(engine, &error) : NULL, *copy = NULL;
         int n, *tokens = llamac_encode(m, "One day", 7, true, &n, &error);
         if (s && !llamac_forward(s, tokens, 2, 0, &error)) give_up(&error);
+        if (s && !(copy = llamac_sequence_copy(s, i % 3, &error))) give_up(&error);
+        if (copy && !llamac_forward(copy, tokens, 1, i % 3, &error)) give_up(&error);
         llamac_free(tokens);
-        llamac_stop(s);
+        llamac_sequence_free(s), llamac_sequence_free(copy);
+        llamac_stop(engine);
         llamac_close(m);
         if (llamac_open("/dev/null", 0, &error) || llamac_open_memory("GGUF", 4, 0, NULL)) return 1;
     }
@@ -81,13 +91,15 @@ static int wrong(const char *path) {
     llamac_error e;
     llamac_model *m = open_model(path);
     int token = 1, beyond = llamac_describe(m).vocab_size, n;
-    llamac_session *s = llamac_start(m, NULL, &e);
+    llamac_engine *engine = llamac_start(m, NULL, &e), *other = engine ? llamac_start(m, NULL, &e) : NULL;
+    llamac_sequence *s = other ? llamac_sequence_new(engine, &e) : NULL;
     llamac_sampler greedy = {0};
     double nll;
     if (!s) give_up(&e);
 #define REFUSED(call) do { strcpy(e.text, "-"); if (call) return fprintf(stderr, "taken: %s\n", #call), 1; puts(e.text); } while (0)
+#define BATCH(...) (llamac_batch_token[]){__VA_ARGS__}
     REFUSED(llamac_sample(s, &greedy, &e) >= 0);
-    REFUSED(llamac_forward(s, &token, 1, llamac_positions(s), &e));
+    REFUSED(llamac_forward(s, &token, 1, llamac_positions(engine), &e));
     REFUSED(llamac_forward(s, &token, 1, -1, &e));
     REFUSED(llamac_forward(s, &token, 0, 0, &e));
     REFUSED(llamac_forward(s, &beyond, 1, 0, &e));
@@ -97,9 +109,13 @@ static int wrong(const char *path) {
     REFUSED(llamac_use_template(m, "vicuna", &e));
     REFUSED(llamac_open("no such file", 0, &e));
     REFUSED(llamac_open_tokenizer(m, path, &e));
-    REFUSED(llamac_nll(s, 0, 0, &nll, &e));
-    if (!llamac_forward(s, &token, 1, 0, &e) || llamac_logits(s)) return fprintf(stderr, "logits where none are kept\n"), 1;
-    REFUSED(llamac_nll(s, 0, 0, &nll, &e));
+    REFUSED(llamac_nll(engine, 0, 0, &nll, &e));
+    llamac_engine *quiet = llamac_start(m, &(llamac_options){.sample_only = true}, &e);
+    llamac_sequence *unread = quiet ? llamac_sequence_new(quiet, &e) : NULL;
+    if (!unread || !llamac_forward(unread, &token, 1, 0, &e)) give_up(&e);
+    if (llamac_logits(unread) || llamac_batch_logits(quiet, 0)) return fprintf(stderr, "logits where none are kept\n"), 1;
+    REFUSED(llamac_nll(quiet, 0, 0, &nll, &e));
+    if (!llamac_forward(s, &token, 1, 0, &e)) give_up(&e);
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = NAN}, &e) >= 0);
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = -1}, &e) >= 0);
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = NAN}, &e) >= 0);
@@ -110,10 +126,11 @@ static int wrong(const char *path) {
     int *tokens = &n;
     if (none.vocab_size || none.has_tokenizer || none.bos != -1 || llamac_decode(NULL, 1, 1, out, 8) || llamac_ends(NULL, 1)) return 1;
     if (llamac_decode(m, 1, 70, NULL, 8) != llamac_decode(m, 1, 70, out, 8) || llamac_utf8(NULL, 4)) return 1;
-    if (llamac_chunk(NULL) || llamac_positions(NULL) || *llamac_note(NULL) || llamac_logits(NULL)) return 1;
+    if (llamac_positions(NULL) || *llamac_note(NULL) || llamac_logits(NULL) || llamac_batch_logits(NULL, 0)) return 1;
+    if (llamac_sequence_length(NULL) || llamac_sequence_tokens(NULL) || llamac_batch_logits(engine, -1)) return 1;
     if (llamac_threads(NULL) || llamac_bytes_per_token(NULL) != 0 || llamac_bandwidth(NULL) != 0) return 1;
-    if (llamac_threads(s) < 1 || llamac_bytes_per_token(m) < 1) return 1;
-    llamac_close(NULL), llamac_stop(NULL), llamac_free(NULL);
+    if (llamac_threads(engine) < 1 || llamac_bytes_per_token(m) < 1 || llamac_version() != LLAMAC_VERSION) return 1;
+    llamac_close(NULL), llamac_stop(NULL), llamac_free(NULL), llamac_sequence_free(NULL);
     REFUSED(llamac_open(NULL, 0, &e));
     REFUSED(llamac_open("", 0, &e));
     REFUSED(llamac_open(path, 2, &e));
@@ -137,20 +154,44 @@ static int wrong(const char *path) {
     REFUSED(llamac_start(m, &(llamac_options){.positions = -1}, &e));
     REFUSED(llamac_start(m, &(llamac_options){.n_threads = -3}, &e));
     REFUSED(llamac_start(m, &(llamac_options){.n_threads = 1 << 20}, &e));
-    REFUSED(llamac_start(m, &(llamac_options){.logits = (llamac_logits_kept)7}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.isa = "mmx"}, &e));
     REFUSED(llamac_start(m, &(llamac_options){.kv_bits = -8}, &e));
     REFUSED(llamac_start(m, &(llamac_options){.device = ""}, &e));
+    REFUSED(llamac_start_sized(m, &(llamac_options){0}, sizeof(llamac_options) + 8, &e));
+    REFUSED(llamac_sequence_new(NULL, &e));
+    REFUSED(llamac_sequence_copy(NULL, 0, &e));
+    REFUSED(llamac_sequence_copy(s, 2, &e));
+    REFUSED(llamac_sequence_copy(s, -1, &e));
+    REFUSED(llamac_sequence_truncate(NULL, 0, &e));
+    REFUSED(llamac_sequence_truncate(s, 2, &e));
+    REFUSED(llamac_sequence_truncate(s, -1, &e));
     REFUSED(llamac_forward(NULL, &token, 1, 0, &e));
     REFUSED(llamac_forward(s, NULL, 1, 0, &e));
     REFUSED(llamac_forward(s, &token, 1, 40, &e));
     REFUSED(llamac_forward(s, &token, INT_MAX, 1, &e));
     REFUSED(llamac_forward(s, &token, -1, 0, &e));
+    REFUSED(llamac_evaluate(NULL, BATCH({s, 1, 0, true}), 1, &e));
+    REFUSED(llamac_evaluate(engine, NULL, 1, &e));
+    REFUSED(llamac_evaluate(engine, BATCH({s, 1, 0, true}), 0, &e));
+    REFUSED(llamac_evaluate(engine, BATCH({NULL, 1, 0, true}), 1, &e));
+    REFUSED(llamac_evaluate(other, BATCH({s, 1, 0, true}), 1, &e));
+    REFUSED(llamac_evaluate(engine, BATCH({s, beyond, 0, true}), 1, &e));
+    REFUSED(llamac_evaluate(engine, BATCH({s, 1, 0, true}, {s, 1, -1, true}), 2, &e));
+    REFUSED(llamac_evaluate_sized(engine, BATCH({s, 1, 0, true}), 1, 8, &e));
     REFUSED(llamac_sample(NULL, &greedy, &e) >= 0);
     REFUSED(llamac_sample(s, NULL, &e) >= 0);
+    REFUSED(llamac_nll(NULL, 0, 0, &nll, &e));
+    REFUSED(llamac_nll(engine, 0, 0, NULL, &e));
+    if (llamac_sequence_length(s) != 1) return fprintf(stderr, "a mistake changed the sequence\n"), 1;
+    if (!llamac_forward(s, &token, 1, 0, &e)) give_up(&e);
+    REFUSED(llamac_nll(engine, 1, 0, &nll, &e));
+    REFUSED(llamac_nll(engine, 0, beyond, &nll, &e));
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = -5}, &e) >= 0);
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = 1.5f}, &e) >= 0);
-    REFUSED(llamac_nll(NULL, 0, 0, &nll, &e));
-    REFUSED(llamac_nll(s, 0, 0, NULL, &e));
+    // found while the batch is appended: the sequence keeps what is before it
+    REFUSED(llamac_evaluate(engine, BATCH({s, 1, 1, true}, {s, 1, 3, true}), 2, &e));
+    if (llamac_sequence_length(s) != 1) return fprintf(stderr, "%d tokens after a failure\n", llamac_sequence_length(s)), 1;
+    REFUSED(llamac_sample(s, &greedy, &e) >= 0);
     n = 7;
     if (llamac_encode(m, NULL, 1, true, &n, NULL) || n) return fprintf(stderr, "%d tokens of a failure\n", n), 1;
     if (!(tokens = llamac_encode(m, NULL, 0, true, &n, &e)) || n != 1) return fprintf(stderr, "%d tokens of no text\n", n), 1;
@@ -158,51 +199,133 @@ static int wrong(const char *path) {
     char *empty = malloc(1);
     if (llamac_utf8(empty + 1, 0)) return 1;
     free(empty);
-    llamac_stop(s);
+    llamac_sequence_free(s), llamac_sequence_free(unread);
+    llamac_stop(engine), llamac_stop(other), llamac_stop(quiet);
     llamac_close(m);
     return 0;
 }
 
-static bool same(const float *a, const float *b, int n) { return !memcmp(a, b, n * sizeof *a); }
+static bool same(const float *a, const float *b, int n) { return a && b && !memcmp(a, b, n * sizeof *a); }
+
+// Evaluates tokens from a position on and returns a copy of the logits of each.
+static float *all_logits(llamac_engine *engine, llamac_sequence *s, const int *tokens, int n, int pos) {
+    llamac_error e;
+    llamac_batch_token batch[16] = {{0}};
+    int size = vocab_size;
+    float *rows = malloc((size_t)n * size * sizeof *rows);
+    for (int i = 0; i < n; i++) batch[i] = (llamac_batch_token){s, tokens[i], pos + i, true};
+    if (!llamac_evaluate(engine, batch, n, &e)) give_up(&e);
+    for (int i = 0; i < n; i++) memcpy(rows + (size_t)i * size, llamac_batch_logits(engine, i), size * sizeof *rows);
+    return rows;
+}
 
 // What a call does stays as it is after others, and after mistakes: the logits after samples, the error after successes.
 static int again(const char *path) {
     llamac_error e = {"-"};
     llamac_model *m = open_model(path);
-    llamac_session *s = llamac_start(m, &(llamac_options){.logits = LLAMAC_ALL_LOGITS}, &e);
-    llamac_session *quiet = llamac_start(m, NULL, &e);
-    int size = llamac_describe(m).vocab_size, tokens[] = {1, 5, 9, -1};
-    if (!s || !quiet || llamac_logits(s)) return fprintf(stderr, "logits of no tokens\n"), 1;
-    if (!llamac_forward(s, tokens, 3, 0, &e) || !llamac_forward(quiet, tokens, 3, 0, &e)) give_up(&e);
-    float *before = malloc(3 * size * sizeof *before);
-    memcpy(before, llamac_logits(s), 3 * size * sizeof *before);
+    llamac_engine *engine = llamac_start(m, NULL, &e), *quiet = llamac_start(m, &(llamac_options){.sample_only = true}, &e);
+    int size = vocab_size = llamac_describe(m).vocab_size, tokens[] = {1, 5, 9, -1};
+    if (!engine || !quiet) give_up(&e);
+    llamac_sequence *s = llamac_sequence_new(engine, &e), *unread = llamac_sequence_new(quiet, &e);
+    if (!s || !unread || llamac_logits(s)) return fprintf(stderr, "logits of no tokens\n"), 1;
+    float *before = all_logits(engine, s, tokens, 3, 0);
+    if (!llamac_forward(unread, tokens, 3, 0, &e)) give_up(&e);
     int drawn[2][3];
     double nll[2];
     for (int i = 0; i < 2; i++) {
-        llamac_session *of = i ? quiet : s;
         for (int j = 0; j < 3; j++) { // the same seed, the same token
             llamac_sampler sampler = {.temperature = 0.8f, .topp = j == 1 ? 1 : 0.9f, .state = 3};
-            drawn[i][j] = llamac_sample(of, &sampler, &e);
+            drawn[i][j] = llamac_sample(i ? unread : s, &sampler, &e);
         }
-        if (!llamac_nll(s, 1, 9, &nll[i], &e)) give_up(&e);
+        if (!llamac_nll(engine, 1, 9, &nll[i], &e)) give_up(&e);
     }
     if (drawn[0][0] != drawn[0][2] || memcmp(drawn[0], drawn[1], sizeof drawn[0])) return fprintf(stderr, "other tokens\n"), 1;
-    if (nll[0] != nll[1] || !same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "other logits\n"), 1;
+    if (nll[0] != nll[1] || !same(before + 2 * size, llamac_logits(s), size)) return fprintf(stderr, "other logits\n"), 1;
     int n, *turn, *answer;
     if (!llamac_use_template(m, "chatml", &e)) give_up(&e);
-    turn = llamac_encode_turn(m, true, "Be brief.", "Hi", 2, &n, &e), answer = llamac_encode_answer(m, "Yes", 3, &n, &e);
-    if (!turn || !answer || strcmp(e.text, "-")) return fprintf(stderr, "an error of a success: %s\n", e.text), 1;
+    strcpy(e.text, "-");
+    turn = llamac_encode_turn(m, true, "Be brief.", "Hi", 2, &n, &e);
+    if (!turn || *e.text) return fprintf(stderr, "an error of a success: %s\n", e.text), 1;
+    strcpy(e.text, "-");
+    answer = llamac_encode_answer(m, "Yes", 3, &n, &e);
+    if (!answer || *e.text) return fprintf(stderr, "an error of a success: %s\n", e.text), 1;
     if (llamac_forward(s, tokens, 4, 0, &e) || llamac_forward(s, tokens, 3, 1 << 30, &e)) return 1;
-    if (!same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "a mistake changed the logits\n"), 1;
-    if (!llamac_forward(s, tokens, 3, 3, &e) || !llamac_forward(s, tokens, 3, 0, &e)) give_up(&e);
-    if (!same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "other logits of the same text\n"), 1;
-    llamac_free(turn), llamac_free(answer), free(before);
-    llamac_stop(s), llamac_stop(quiet), llamac_close(m);
+    if (!same(before + 2 * size, llamac_logits(s), size)) return fprintf(stderr, "a mistake changed the logits\n"), 1;
+    if (!llamac_forward(s, tokens, 3, 3, &e)) give_up(&e);
+    float *after = all_logits(engine, s, tokens, 3, 0);
+    if (!same(before, after, 3 * size)) return fprintf(stderr, "other logits of the same text\n"), 1;
+    llamac_free(turn), llamac_free(answer), free(before), free(after);
+    llamac_sequence_free(s), llamac_sequence_free(unread);
+    llamac_stop(engine), llamac_stop(quiet), llamac_close(m);
+    return 0;
+}
+
+// Sequences together, in batches of changing size and order, have the logits that each has alone.
+static int batch(const char *path) {
+    enum { N = 5, LENGTH = 12 };
+    llamac_error e;
+    llamac_model *m = open_model(path);
+    llamac_engine *engine = llamac_start(m, &(llamac_options){.n_threads = 2}, &e);
+    llamac_sequence *s[N], *alone = engine ? llamac_sequence_new(engine, &e) : NULL;
+    if (!alone) give_up(&e);
+    int size = vocab_size = llamac_describe(m).vocab_size, tokens[N][LENGTH], done[N] = {0};
+    float *expected[N];
+    for (int i = 0; i < N; i++) {
+        for (int t = 0; t < LENGTH; t++) tokens[i][t] = t < 4 ? 5 + t : 7 + (31 * i + 11 * t) % 200; // the first four are the same
+        expected[i] = all_logits(engine, alone, tokens[i], LENGTH, 0);
+    }
+    // the first has four tokens, which the others share
+    if (!(s[0] = llamac_sequence_new(engine, &e)) || !llamac_forward(s[0], tokens[0], 4, 0, &e)) give_up(&e);
+    for (int i = 1; i < N; i++)
+        if (!(s[i] = llamac_sequence_copy(s[0], 4, &e))) give_up(&e);
+    for (int i = 0; i < N; i++) done[i] = 4;
+    for (int step = 0, left = 1; left; step++) {
+        llamac_batch_token together[N * LENGTH];
+        int n = 0;
+        for (int k = 0; k < N; k++) {
+            int i = step % 2 ? N - 1 - k : k, more = 1 + (step + i) % 3;
+            for (; more-- && done[i] < LENGTH; n++, done[i]++)
+                together[n] = (llamac_batch_token){s[i], tokens[i][done[i]], done[i], true};
+        }
+        if (!(left = n)) break;
+        if (!llamac_evaluate(engine, together, n, &e)) give_up(&e);
+        for (int k = 0; k < n; k++) {
+            int i = 0;
+            while (s[i] != together[k].sequence) i++;
+            if (!same(llamac_batch_logits(engine, k), expected[i] + (size_t)together[k].position * size, size))
+                return fprintf(stderr, "step %d: other logits of sequence %d at %d\n", step, i, together[k].position), 1;
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        if (llamac_sequence_length(s[i]) != LENGTH || memcmp(llamac_sequence_tokens(s[i]), tokens[i], sizeof tokens[i]))
+            return fprintf(stderr, "other tokens of sequence %d\n", i), 1;
+        if (!llamac_sequence_truncate(s[i], 6, &e) || !llamac_forward(s[i], &tokens[i][6], 1, 6, &e)) give_up(&e);
+        if (!same(llamac_logits(s[i]), expected[i] + 6 * (size_t)size, size)) return fprintf(stderr, "other logits at 6\n"), 1;
+        llamac_sequence_free(s[i]), free(expected[i]);
+    }
+    llamac_sequence_free(alone), llamac_stop(engine), llamac_close(m);
+    return 0;
+}
+
+// A struct of fewer fields than the library knows: the others are as if they were 0, and are not written to.
+static int older(const char *path) {
+    llamac_error e;
+    llamac_model *m = open_model(path);
+    llamac_options options = {.positions = 4, .n_threads = 1, .isa = "mmx"}; // the program does not know `isa`
+    llamac_engine *engine = llamac_start_sized(m, &options, offsetof(llamac_options, isa), &e);
+    if (!engine) give_up(&e);
+    if (llamac_positions(engine) != 4 || llamac_threads(engine) != 1) return fprintf(stderr, "other options\n"), 1;
+    llamac_info info = {.eot = 12345};
+    llamac_describe_sized(m, &info, offsetof(llamac_info, eot));
+    if (info.bos != 1 || info.eos != 2 || info.eot != 12345) return fprintf(stderr, "another description\n"), 1;
+    llamac_stop(engine), llamac_close(m);
     return 0;
 }
 
 int main(int argc, char **argv) {
     if (argc == 3 && !strcmp(argv[1], "again")) return again(argv[2]);
+    if (argc == 3 && !strcmp(argv[1], "batch")) return batch(argv[2]);
+    if (argc == 3 && !strcmp(argv[1], "older")) return older(argv[2]);
     if (argc == 4 && !strcmp(argv[1], "twice")) return twice(argv[2], argv[3]);
     if (argc == 4 && !strcmp(argv[1], "often")) return often(argv[2], atoi(argv[3]));
     return argc == 3 ? wrong(argv[2]) : 2;

@@ -246,9 +246,9 @@ def test_make_runcuda(tmp_path):
 
 
 @pytest.mark.slow
-def test_sessions_on_models_of_different_sizes(objects, where, tmp_path):
-    """What a launch may have of shared memory is set for the process, not for a session."""
-    program = build(objects, "tests/sessions.c", gpu=where)
+def test_engines_of_models_of_different_sizes(objects, where, tmp_path):
+    """What a launch may have of shared memory is set for the process, not for an engine."""
+    program = build(objects, "tests/engines.c", gpu=where)
     for name, hidden in ("small", 64), ("large", 16384):  # 64 KiB, of which a kernel has 48 without asking
         Model(dim=32, hidden=hidden, layers=1, heads=2, kv=1, seq=16).write_gguf(tmp_path / f"{name}.gguf")
     for order in ["small", "large"], ["large", "small"]:

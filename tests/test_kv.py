@@ -76,13 +76,13 @@ def test_bits_in_the_library(library, tmp_path):
     model = llamac.Model(tmp_path / "m.gguf")
     tokens, found = model.encode(TEXT), {}
     for bits in (0, 32, 16, 8):
-        session = llamac.Session(model, kv_bits=bits)
-        session.forward(tokens, 0)
-        found[bits] = session.logits[-1].copy()
+        sequence = llamac.Sequence(llamac.Engine(model, kv_bits=bits))
+        sequence.forward(tokens, 0)
+        found[bits] = sequence.logits
     assert (found[0] == found[32]).all() and all((found[32] != found[bits]).any() for bits in (16, 8))
     for bits in (-8, 1, 7, 64):
         with pytest.raises(llamac.Error, match=f"a KV cache of {bits} bits, expected 32, 16 or 8"):
-            llamac.Session(model, kv_bits=bits)
+            llamac.Engine(model, kv_bits=bits)
 
 
 def logits_and_peak(binary, args, text, vocab, folder):

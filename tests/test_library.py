@@ -1,7 +1,10 @@
 """The C library from outside: two models in one process, opens and closes, what it exports, the example."""
+import contextlib
 import re
 import shutil
+import socket
 import subprocess
+import time
 
 import pytest
 
@@ -35,14 +38,24 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 54 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 74 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "outside the vocabulary" in said[4] and "no such file" in said[9]
     assert "temperature is nan" in said[13] and "temperature is -1" in said[14] and "top-p is nan" in said[15] and "is longer" in said[16]
 
 
 def test_logits_and_errors_stay_what_they_were(program, models):
-    """Sampling reads the logits, a mistake changes nothing, and a success writes no error."""
+    """Sampling reads the logits, a mistake changes nothing, and a success empties the error."""
     call(program, "again", models[0])
+
+
+def test_a_batch_has_the_logits_that_each_sequence_has_alone(program, models):
+    """To the last bit: batches of one to three tokens of each sequence, in both orders, with a beginning that they share."""
+    for model in models:
+        call(program, "batch", model)
+
+
+def test_a_program_compiled_with_fewer_fields(program, models):
+    call(program, "older", models[0])
 
 
 def test_errors_name_the_file(program, models, tmp_path):
@@ -71,24 +84,92 @@ def test_clean_removes_what_was_built(tmp_path):
 
 
 def test_there_is_no_static_state(libraries):
-    """Nothing that is written to stands in the library: models and sessions have all of it."""
+    """Nothing that is written to stands in the library: models, engines and sequences have all of it."""
     sections = dict(re.findall(r"^(\.(?:bss|data|tbss|tdata))\s+(\d+)", call("size", "-A", libraries / "libllamac.a"), re.M))
     assert sections and set(sections.values()) == {"0"}, call("objdump", "-t", libraries / "libllamac.a")
 
 
-def test_the_example_writes_what_run_writes(libraries, models, run_bin):
-    call("cc", "-O1", f"-I{ROOT}/runtime", ROOT / "examples/embed.c", libraries / "libllamac.a", "-lm", "-pthread",
-         "-o", libraries / "embed")
+def compile_example(libraries, folder, name):
+    call("cc", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/runtime", ROOT / f"examples/{name}.c", libraries / "libllamac.a", "-lm",
+         "-pthread", "-o", folder / name)
+    return folder / name
+
+
+def test_the_example_writes_what_run_writes(libraries, models, run_bin, tmp_path):
+    embed = compile_example(libraries, tmp_path, "embed")
     unmarked, model = models[0].with_name("no_bos.gguf"), Model(heads=8, kv=2, tied=False)
     model.pieces[-1] = ("x" * 100, model.pieces[-1][1])
     model.write_gguf(unmarked, **{"tokenizer.ggml.add_bos_token": False})
     for path in models[0], unmarked:
-        text = subprocess.run([libraries / "embed", path, "One"], capture_output=True).stdout.removesuffix(b"\n")
+        text = subprocess.run([embed, path, "One"], capture_output=True).stdout.removesuffix(b"\n")
         written = run(run_bin, path, "-t", 0, "-n", 0, "--raw", "-i", "One").removesuffix(b"\n")
         assert (b"One" + text).startswith(written) and len(written) > 50  # without BOS, run stops at the last position
-    refused = subprocess.run([libraries / "embed", "none.gguf", "One"], capture_output=True, text=True)
+    refused = subprocess.run([embed, "none.gguf", "One"], capture_output=True, text=True)
     assert refused.returncode == 1 and refused.stderr == "embed MODEL TEXT: none.gguf: no such file\n"
 
 
 def test_make_lib_works_in_a_folder_with_a_space(libraries):
     assert " " in libraries.name and (libraries / "libllamac.so").exists() and (libraries / "libllamac.a").exists()
+
+
+def test_texts_in_a_batch_are_what_run_writes(libraries, models, run_bin, tmp_path):
+    batch, prompts = compile_example(libraries, tmp_path, "batch"), ["One", "The cat sat on a mat", "A", "One"]
+    for path in models:
+        said = subprocess.run([batch, path, *prompts], capture_output=True).stdout
+        for prompt in prompts:
+            alone = run(run_bin, path, "-t", 0, "-n", 0, "--raw", "-i", prompt).removesuffix(b"\n")
+            assert said.startswith(alone) and len(alone) > 50
+            said = said[said.index(b"\n", len(alone)) + 1:] if b"\n" in said[len(alone):] else b""
+        assert not said
+    for arguments, words in ((["none.gguf", "A"], "none.gguf: no such file"), ([models[0]], "1 to 16 texts"),
+                             ([models[0], "A" * 300], "position 128")):
+        done = subprocess.run([batch, *arguments], capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr and done.stdout == ""
+
+
+def post(port, body, path="/completion"):
+    """Return a socket that has sent a request in two pieces."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    client.sendall(request[:20])
+    client.sendall(request[20:])
+    return client
+
+
+def answer(client):
+    """Return what the server sends until it closes the connection."""
+    with client:
+        found = b"".join(iter(lambda: client.recv(4096), b""))
+    head, _, text = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200 OK") == bool(found)
+    return text
+
+
+def test_a_server_answers_several_clients_at_once(libraries, models, run_bin, tmp_path):
+    """Each gets the text that run writes; clients that leave or ask for nonsense do not disturb the others."""
+    server = compile_example(libraries, tmp_path, "server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([server, models[0], str(port)])
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        prompts = [f"One{n}" * (1 + n % 5) for n in range(24)]  # more than the server takes at once
+        clients, texts = [], []
+        for n, prompt in enumerate(prompts):
+            clients.append(post(port, prompt))
+            if n % 6 == 0:
+                post(port, "Gone").close()
+            if n % 6 == 1:
+                assert not answer(post(port, "A", "/other"))
+        for prompt, client in zip(prompts, clients):
+            texts.append(prompt.encode() + answer(client))
+            assert texts[-1].startswith(run(run_bin, models[0], "-t", 0, "-n", 0, "--raw", "-i", prompt).removesuffix(b"\n"))
+        assert sum(map(len, texts)) > 40 * len(texts)
+        assert not answer(post(port, "A" * 500)) and process.poll() is None  # longer than the context
+    finally:
+        process.kill()
+        process.wait()

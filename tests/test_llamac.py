@@ -25,12 +25,17 @@ def models(tmp_path_factory):
     return two_models(tmp_path_factory.mktemp("models"))
 
 
+def started(model, **options):
+    """Return an empty sequence of a new engine."""
+    return llamac.Sequence(llamac.Engine(model, **options))
+
+
 def continued(model, prompt, sampler, n):
     """Return the bytes of BOS and n tokens, fewer if the text ends."""
-    session, tokens, pos = llamac.Session(model), model.encode(prompt).tolist(), 0
+    sequence, tokens, pos = started(model), model.encode(prompt).tolist(), 0
     while pos <= n:
-        session.forward(tokens[pos:], pos)
-        pos, token = len(tokens), session.sample(sampler)
+        sequence.forward(tokens[pos:], pos)
+        pos, token = len(tokens), sequence.sample(sampler)
         if model.ends(token):
             break
         tokens.append(token)
@@ -50,7 +55,7 @@ def test_generate_writes_what_run_writes(run_bin, models):
         model = llamac.Model(path)
         prompt = model.encode("One").tolist()
         for most in 20, model.info.seq_len + 20:
-            told = list(llamac.generate(llamac.Session(model), prompt, llamac.Sampler(*sampler), most))
+            told = list(llamac.generate(started(model), prompt, llamac.Sampler(*sampler), most))
             expected = run(run_bin, path, *flags, "-n", len(prompt) - 1 + most, "--raw", "-i", "One")[:-1]
             assert "One" + "".join(text for text, *_ in told) == expected.decode(errors="replace")
             assert told[-1][2:] in ((most, "length"), (len(told) - 1, "stop"))
@@ -62,25 +67,25 @@ def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
     model, words = llamac.Model(models[0]), "Once upon a time there was a cat. " * 5
     prompt = model.encode(words).tolist()
     for positions in 1, 2, 3, 4, 16, 128:
-        session = llamac.Session(model, positions)
-        told = "".join(text for text, *_ in llamac.generate(session, prompt, llamac.Sampler(0, 0, 1), 12))
+        sequence = started(model, positions=positions)
+        told = "".join(text for text, *_ in llamac.generate(sequence, prompt, llamac.Sampler(0, 0, 1), 12))
         expected = run(run_bin, models[0], "-t", 0, "-c", positions, "-n", len(prompt) - 1 + 12, "--raw", "-i", words)[:-1]
         assert len(prompt) > 128 and words + told == expected.decode(errors="replace")
 
 
 def test_generate_without_tokens(models):
     """max_tokens=0 yields nothing; a negative limit and an empty prompt are errors."""
-    session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
-    assert list(llamac.generate(session, [1, 5], greedy, 0)) == []
+    sequence, greedy = started(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
+    assert list(llamac.generate(sequence, [1, 5], greedy, 0)) == []
     for tokens, most, message in (([1, 5], -1, "max_tokens is -1, expected"), ([1, 5], 0.5, "max_tokens is 0.5, expected"), ([], 3, "0 tokens"),
                                   ([], 3, "0 tokens")):
         with pytest.raises(llamac.Error, match=message):
-            next(llamac.generate(session, tokens, greedy, most))
-        assert len(list(llamac.generate(session, [1, 5], greedy, 1))) == 1
+            next(llamac.generate(sequence, tokens, greedy, most))
+        assert len(list(llamac.generate(sequence, [1, 5], greedy, 1))) == 1
 
 
 def test_two_models_used_by_threads(models):
-    """Each thread has its own session and generates the same text as alone."""
+    """Each thread has its own engine and generates the same text as alone."""
     one, other = map(llamac.Model, models)
     alone = [continued(m, "Ab", llamac.Sampler(0.9, 0.9, 3), 30) for m in (one, other)]
     said = {}
@@ -96,29 +101,107 @@ def test_two_models_used_by_threads(models):
 
 
 def test_of_equal_logits_the_first_is_sampled(models):
-    session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(temperature=0)
-    session.forward([1], 0)
-    logits = session.logits.reshape(-1)
+    sequence, greedy = started(llamac.Model(models[0])), llamac.Sampler(temperature=0)
+    sequence.forward([1], 0)
+    address = llamac.library().llamac_logits(sequence.pointer)  # the library's own memory
+    logits = np.ctypeslib.as_array((ctypes.c_float * 300).from_address(address))
     for place in *range(70), 255, 256, len(logits) - 1:
         logits[:place], logits[place:] = -3, 2
-        assert session.sample(greedy) == place
+        assert sequence.sample(greedy) == place
 
 
-def test_logits_are_the_librarys_own_memory(models):
+def test_logits_equal_transformers(models):
+    """Of the last token, and of all tokens of a batch; they are copies, which stay when the engine evaluates again."""
     model = llamac.Model(models[0])
-    session, tokens = llamac.Session(model, positions=16, logits="all"), model.encode("One two")
-    assert session.positions == 16 and tokens.dtype == np.int32 and tokens[0] == model.info.bos == 1
+    sequence, tokens = started(model, positions=16), model.encode("One two")
+    engine = sequence.engine
+    assert engine.positions == 16 and tokens.dtype == np.int32 and tokens[0] == model.info.bos == 1
     assert (model.encode("One two", bos=False) == tokens[1:]).all() and model.decode(tokens) == b"One two"
-    session.forward(tokens, 0)
-    logits = session.logits
     expected = Model(heads=8, kv=2, tied=False).logits(tokens.tolist())
-    assert logits.shape == expected.shape and np.allclose(logits, expected, atol=2e-3)
-    before = logits[0].copy()
-    session.forward(tokens[:3][::-1].copy(), 0)
-    assert session.logits.shape == (3, 300) and np.shares_memory(logits, session.logits) and not (logits[0] == before).all()
-    del model, session, tokens  # the view alone keeps them
+    engine.evaluate([llamac.Part(sequence, tokens, 0, "all")])
+    rows = np.stack([engine.logits(i) for i in range(len(tokens))])
+    assert rows.shape == expected.shape and np.allclose(rows, expected, atol=2e-3)
+    assert (sequence.logits == rows[-1]).all() and (sequence.tokens == tokens).all() and len(sequence) == len(tokens)
+    before = rows[-1].copy()
+    last = sequence.logits
+    sequence.forward(tokens[:3][::-1].copy(), 0)
+    assert sequence.logits.shape == (300,) and len(sequence) == 3 and not (sequence.logits == last).all()
+    with pytest.raises(llamac.Error, match="no logits"):
+        engine.logits(0)  # forward computes those of its last token
+    del model, sequence, engine, tokens
     gc.collect()
-    assert np.isfinite(logits).all()
+    assert (last == before).all()
+
+
+def test_a_batch_computes_what_each_sequence_computes_alone(models):
+    """To the last bit: prompts of several lengths, then a token of each, one of them going back in its text."""
+    model = llamac.Model(models[1])
+    engine, texts = llamac.Engine(model), [model.encode("Once upon " * n) for n in range(1, 6)]
+    alone = []
+    for n, text in enumerate(texts):
+        sequence = llamac.Sequence(engine)
+        sequence.forward(text, 0)
+        first = sequence.logits
+        sequence.forward([7], len(text) if n else 2)
+        alone.append((first, sequence.logits))
+    sequences = [llamac.Sequence(engine) for _ in texts]
+    engine.evaluate([llamac.Part(s, t[:4], logits="none") for s, t in zip(sequences, texts)])
+    engine.evaluate([llamac.Part(s, t[4:]) for s, t in zip(sequences[::-1], texts[::-1])])
+    assert all((s.logits == a).all() for s, (a, _) in zip(sequences, alone))
+    engine.evaluate([llamac.Part(s, [7], None if n else 2) for n, s in enumerate(sequences)])
+    assert all((s.logits == b).all() for s, (_, b) in zip(sequences, alone))
+    assert all((engine.logits(n) == b).all() for n, (_, b) in enumerate(alone))
+    assert sequences[0].tokens.tolist() == [*texts[0][:2], 7] and sequences[1].tokens.tolist() == [*texts[1], 7]
+
+
+def test_copies_and_truncated_sequences(models):
+    """A copy shares what both have, and neither changes the other."""
+    model = llamac.Model(models[0])
+    sequence, tokens = started(model), model.encode("Once upon a time there was")
+    sequence.forward(tokens, 0)
+    whole = sequence.logits
+    copy = sequence.copy(5)
+    assert (copy.tokens == tokens[:5]).all() and copy.engine is sequence.engine
+    copy.forward([9], 5)
+    changed = copy.logits
+    sequence.forward(tokens[5:], 5)
+    assert (sequence.logits == whole).all() and (sequence.tokens == tokens).all() and not (changed == whole).all()
+    sequence.truncate(5)
+    sequence.forward([9], 5)
+    assert (sequence.logits == changed).all() and len(sequence) == len(copy) == 6
+    assert len(llamac.Sequence(sequence.engine)) == 0 and len(llamac.Sequence(sequence.engine).tokens) == 0 and llamac.Sequence(copy.engine)
+    other = started(model)
+    for mistake, message in ((lambda: copy.copy(7), "7 tokens of a sequence that has 6"), (lambda: copy.truncate(-1), "-1 tokens"),
+                             (lambda: sequence.engine.evaluate([llamac.Part(other, [1])]), "another engine"),
+                             (lambda: sequence.engine.evaluate([llamac.Part(copy, [1], 7)]), "position 7"),
+                             (lambda: sequence.engine.evaluate([llamac.Part(copy, [1], 0, "some")]), "'some', expected"),
+                             (lambda: sequence.engine.evaluate([]), "0 tokens"), (lambda: sequence.engine.logits(0), "no logits")):
+        with pytest.raises(llamac.Error, match=message):
+            mistake()
+    copy.free()
+    copy.free()
+    for mistake in (lambda: copy.forward([1], 0), lambda: copy.copy(0), lambda: sequence.engine.evaluate([llamac.Part(copy, [1])])):
+        with pytest.raises(llamac.Error, match="the sequence is NULL"):
+            mistake()
+
+
+def test_generate_keeps_what_the_sequence_has_of_the_tokens(models, monkeypatch):
+    """The text is the same, and only the new tokens are evaluated."""
+    model, evaluated = llamac.Model(models[0]), []
+    evaluate = llamac.Engine.evaluate
+    monkeypatch.setattr(llamac.Engine, "evaluate",
+                        lambda engine, parts: (evaluated.append(sum(len(part.tokens) for part in parts)), evaluate(engine, parts)))
+    first, other = model.encode("Once upon a time there was a cat"), model.encode("Once upon a time there is")
+
+    def say(sequence, tokens):
+        evaluated.clear()
+        return "".join(text for text, *_ in llamac.generate(sequence, tokens, llamac.Sampler(0.9, 0.9, 3), 10)), evaluated[0]
+    alone = [say(started(model), tokens) for tokens in (first, other)]
+    sequence = started(model)
+    shared = next(n for n in range(99) if first[n] != other[n])
+    assert say(sequence, first) == alone[0] == (alone[0][0], len(first))
+    assert say(sequence, other) == (alone[1][0], len(other) - shared) and say(sequence, other) == (alone[1][0], 1)
+    assert say(sequence, [*sequence.tokens, 5])[1] == 1
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -150,14 +233,14 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
 
 def test_errors_have_the_messages_of_the_library(models, tmp_path):
     model, greedy = llamac.Model(models[0]), llamac.Sampler(0, 0, 1)
-    quiet = llamac.Session(model, logits="sample")
+    quiet = started(model, sample_only=True)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
     for mistake, message in (
             (lambda: llamac.Model("none.gguf"), "none.gguf: no such file"), (lambda: llamac.Model(b""), "."),
             (lambda: llamac.Model(tmp_path / "bad.gguf"), "version"), (lambda: model.use_template("alpaca"), "is no template"),
-            (lambda: llamac.Session(model, positions=1 << 20), "context is 128"),
-            (lambda: llamac.Session(model).sample(greedy), "nothing has gone through"),
-            (lambda: llamac.Session(model).logits, "no logits"), (lambda: llamac.Session(model, device="tpu"), "is no device"),
+            (lambda: llamac.Engine(model, positions=1 << 20), "context is 128"),
+            (lambda: started(model).sample(greedy), "no logits"),
+            (lambda: started(model).logits, "no logits"), (lambda: llamac.Engine(model, device="tpu"), "is no device"),
             (lambda: quiet.forward([1] * 129, 0), "room for"), (lambda: quiet.forward([1], -1), "position"),
             (lambda: (quiet.forward([1], 0), quiet.logits), "no logits"), (lambda: quiet.forward([], 0), "0 tokens"),
             (lambda: quiet.forward([300], 0), "outside the vocabulary")):
@@ -186,7 +269,7 @@ def test_end_tokens_are_those_of_the_tokenizer_in_use(models, tmp_path):
 def test_a_seed_of_0_is_valid(models):
     """A generator whose state is 0 would draw 0 for ever."""
     model = llamac.Model(models[0])
-    texts = ["".join(text for text, *_ in llamac.generate(llamac.Session(model), [1, 5], llamac.Sampler(9, topp, state), 30))
+    texts = ["".join(text for text, *_ in llamac.generate(started(model), [1, 5], llamac.Sampler(9, topp, state), 30))
              for topp in (0, 0.9) for state in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4] != texts[5] and "<unk>" * 5 not in texts[0]
     assert len(set(texts[0])) > 5 < len(set(texts[3]))
@@ -195,16 +278,19 @@ def test_a_seed_of_0_is_valid(models):
 def test_numbers_that_do_not_fit_c_are_refused(models):
     """ctypes drops high bits, numpy drops fractions."""
     model = llamac.Model(models[0])
-    session, big = llamac.Session(model), (1 << 32) + 5
+    sequence, big = started(model), (1 << 32) + 5
     for mistake in (
-            lambda: session.forward([1, 2, 3], 1 << 32), lambda: session.forward([big], 0),
-            lambda: session.forward(np.array([big]), 0), lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0),
-            lambda: session.forward([1 << 64], 0),
-            lambda: session.forward([1], 0.5), lambda: session.forward(np.array([1], np.uint64) << 63, 0),
-            lambda: llamac.Session(model, positions=(1 << 32) + 16), lambda: llamac.Session(model, positions=16.0),
-            lambda: llamac.Session(model, threads=(1 << 32) + 1), lambda: llamac.Session(model, kv_bits=(1 << 32) + 16),
+            lambda: sequence.forward([1, 2, 3], 1 << 32), lambda: sequence.forward([big], 0),
+            lambda: sequence.forward(np.array([big]), 0), lambda: sequence.forward([1.7], 0), lambda: sequence.forward(["1"], 0),
+            lambda: sequence.forward([1 << 64], 0),
+            lambda: sequence.copy(1 << 32), lambda: sequence.truncate(0.0), lambda: sequence.engine.logits(1 << 32),
+            lambda: sequence.engine.evaluate([llamac.Part(sequence, [1], 1 << 32)]),
+            lambda: sequence.engine.evaluate([llamac.Part(sequence, [1, 2], (1 << 31) - 1)]),
+            lambda: sequence.forward([1], 0.5), lambda: sequence.forward(np.array([1], np.uint64) << 63, 0),
+            lambda: llamac.Engine(model, positions=(1 << 32) + 16), lambda: llamac.Engine(model, positions=16.0),
+            lambda: llamac.Engine(model, threads=(1 << 32) + 1), lambda: llamac.Engine(model, kv_bits=(1 << 32) + 16),
             lambda: model.decode([big]), lambda: model.decode([5.0]), lambda: model.decode([5], previous=big),
-            lambda: model.ends(big), lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
+            lambda: model.ends(big), lambda: model.ends("a"), lambda: next(llamac.generate(sequence, [1.7], llamac.Sampler(), 1))):
         with pytest.raises(llamac.Error, match="expected"):
             mistake()
     assert [llamac.c_integer("n", n) for n in (-2 ** 31, 2 ** 31 - 1)] == [-2 ** 31, 2 ** 31 - 1]
@@ -212,9 +298,9 @@ def test_numbers_that_do_not_fit_c_are_refused(models):
         with pytest.raises(llamac.Error, match="32 bits"):
             llamac.c_integer("n", n)
     for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8), np.array([1, 0, 5, 0], np.int32)[::2]):
-        session.forward(tokens, np.int64(0))
+        sequence.forward(tokens, np.int64(0))
         assert model.decode(tokens) == model.decode([1, 5])
-    assert model.ends(np.int64(1)) and llamac.Session(model, np.int16(16), np.int64(1)).positions == 16
+    assert model.ends(np.int64(1)) and llamac.Engine(model, np.int16(16), np.int64(1)).positions == 16
 
 
 def test_a_missing_library_is_reported_with_make_lib(tmp_path):
@@ -228,8 +314,9 @@ def test_a_missing_library_is_reported_with_make_lib(tmp_path):
         assert "libllamac.so cannot be used" in done.stdout and "make lib" in done.stdout, done.stderr
 
 
-def test_many_sessions_leak_no_memory(models):
+def test_many_engines_and_sequences_leak_no_memory(models):
     model = llamac.Model(models[1])
+    kept = llamac.Engine(model, threads=1)
 
     def memory():
         gc.collect()
@@ -237,9 +324,35 @@ def test_many_sessions_leak_no_memory(models):
     for n in range(600):
         if n == 100:
             before = memory()
-        session = llamac.Session(llamac.Model(models[1]) if n % 9 == 0 else model, threads=1)
-        session.forward(model.encode("One two three"), 0)
+        engine = llamac.Engine(llamac.Model(models[1]) if n % 9 == 0 else model, threads=1) if n % 3 == 0 else kept
+        sequence = llamac.Sequence(engine)
+        sequence.forward(model.encode("One two three"), 0)
+        copies = [sequence.copy(2) for _ in range(3)]
+        copies[0].free()
     assert memory() - before < 8 << 20
+
+
+def test_sequences_that_other_threads_drop_are_freed(models):
+    """While the engine computes: at once, or with its next call."""
+    engine, stop = llamac.Engine(llamac.Model(models[0])), threading.Event()
+    sequence, tokens = llamac.Sequence(engine), engine.model.encode("Once upon a time there was a cat")
+    sequence.forward(tokens, 0)
+    before = sequence.logits
+
+    def drop():
+        while not stop.is_set():
+            sequence.copy(5)
+            llamac.Sequence(engine)
+    threads = [threading.Thread(target=drop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        engine.evaluate([llamac.Part(sequence, tokens, 0)])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    sequence.forward(tokens, 0)
+    assert not engine.dropped and (sequence.logits == before).all()
 
 
 ENDS = """
@@ -248,11 +361,11 @@ import llamac
 llamac.PATHS[:] = [pathlib.Path(sys.argv[1])]
 path = pathlib.Path(sys.argv[2])
 model = llamac.Model(path.read_bytes() if sys.argv[3] else path)
-session, tokens = llamac.Session(model), model.encode("One two " * 12)[:100]
+sequence, tokens = llamac.Sequence(llamac.Engine(model)), model.encode("One two " * 12)[:100]
 
 def work():
     while True:
-        session.forward(tokens, 0)
+        sequence.forward(tokens, 0)
 
 threading.Thread(target=work, daemon=True).start()
 time.sleep(0.1)

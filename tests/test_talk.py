@@ -2,6 +2,9 @@
 import gc
 import json
 import math
+import os
+import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +17,7 @@ import openai
 import pytest
 
 import llamac
-from page import talk
+from page import scheduler, talk
 from page.server import Server
 from tests.conftest import ROOT
 from tests.test_chat import CHATML
@@ -72,10 +75,10 @@ def spoken(binary, path, prompt, n, *flags):
 
 def test_bos_follows_the_model_and_an_empty_prompt_has_one():
     asked = []
-    model = SimpleNamespace(encode=lambda text, bos: asked.append((text, bos)) or np.array([1]))
+    model = SimpleNamespace(encode=lambda text, bos: asked.append((text, bos)) or np.array([1]), info=SimpleNamespace(vocab_size=9))
     for prompt in "One", "", ["One"], [""]:
-        assert talk.prompt_tokens(model, {"prompt": prompt}) == [1]
-    assert asked == 2 * [("One", None), ("", True)]
+        assert talk.prompt_tokens(model, {"prompt": prompt}) == [[1]]
+    assert asked == 2 * [("One", None), ("", True)] and talk.prompt_tokens(model, {"prompt": ["", "One"]}) == [[1], [1]]
 
 
 def test_models(client):
@@ -171,10 +174,10 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     assert wrong(openai.NotFoundError, "there is no model", model="none").code == "model_not_found"
     assert wrong(openai.NotFoundError, "bad: ", model="bad").param == "model"
     assert wrong(refused, "context is 64", prompt="A" * 500).code == "context_length_exceeded"
-    for name, values in {"n": [2], "best_of": [3], "echo": [True], "suffix": ["x"], "max_tokens": [0, -1, 1.5, True, "3"],
+    for name, values in {"n": [0, 65, -1, True, "2"], "best_of": [3], "echo": [True], "suffix": ["x"], "max_tokens": [0, -1, 1.5, True, "3"],
                          "temperature": [-1, "hot", float("inf"), 1e9], "top_p": [0, 1.5], "seed": ["x", 1.5], "stop": [5, list("abcde"), [1]],
                          "logprobs": [21, -1, "a"], "presence_penalty": [1], "logit_bias": [{"1": 2}], "stream_options": [3],
-                         "prompt": [None, [], ["a", "b"], [[1], [2]], [1, 300], [-1], [True], {"a": 1}, 5]}.items():
+                         "prompt": [None, [], ["a"] * 65, ["a", [1]], [[1], []], [[1], [300]], [1, 300], [-1], [True], {"a": 1}, 5]}.items():
         for value in values:
             with pytest.raises((refused, ValueError, TypeError), match=None):  # the client itself refuses to send infinity
                 client.completions.create(**{"model": "plain", "prompt": "A"} | {name: value})
@@ -245,58 +248,208 @@ def test_sixteen_clients_at_once(client, server):
     for thread in threads:
         thread.join()
     assert ["".join(found[n]) for n in range(16)] == ["".join(a) for a in alone]
-    assert len(server.talk.loaded["plain"].idle) <= talk.MAX_IDLE_SESSIONS
+    assert idle(server.talk.scheduler)
+    for name in "plain", "chat":
+        assert 0 < len(server.talk.loaded[name].cache.kept) <= scheduler.MAX_KEPT
 
 
-def test_the_lock_is_acquired_in_the_order_of_waiting():
-    turns, order, threads = talk.FairLock(), [], []
+def idle(found):
+    """Return whether no text runs or waits, within 30 seconds."""
+    end = time.monotonic() + 30
+    while (found.running or found.waiting) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not found.running and not found.waiting
 
-    def wait_for(n):
-        while len(turns.waiting) < n:
-            time.sleep(0.01)
 
-    def work(n):
-        with turns:
-            order.append(n)
-            if n == 1:
-                wait_for(3)  # until 0 waits behind 2 and 3
-        if n == 0:
-            with turns:
-                order.append(n)
-    with turns:
-        for n in range(4):
-            threads.append(threading.Thread(target=work, args=(n,)))
-            threads[-1].start()
-            wait_for(n + 1)
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3, 0] and not turns.busy
+def test_several_texts_of_one_request(client):
+    """n texts have the seeds from the given one on; each prompt of a list has the texts that it has alone."""
+    def say(**how):
+        return client.completions.create(model="plain", max_tokens=12, temperature=0.9, **how)
+    alone = [[say(prompt=prompt, seed=seed).choices[0] for seed in (5, 6, 7)] for prompt in ("One", "Two")]
+    found = say(prompt=["One", "Two"], n=3, seed=5, logprobs=1)
+    assert [c.text for c in found.choices] == [c.text for cs in alone for c in cs] and [c.index for c in found.choices] == list(range(6))
+    assert all(len(c.logprobs.tokens) == 12 for c in found.choices)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (8, 72)
+    texts = [""] * 6
+    for chunk in say(prompt=["One", "Two"], n=3, seed=5, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [c.text for c in found.choices]
+    tokens = client.completions.create(model="plain", prompt=[[1, 5], [1, 9, 7]], max_tokens=3, temperature=0)
+    assert [c.text for c in tokens.choices] == [client.completions.create(model="plain", prompt=p, max_tokens=3, temperature=0).choices[0].text
+                                                for p in ([1, 5], [1, 9, 7])]
+    answers = client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "Hi"}], n=2, seed=5, max_tokens=9)
+    assert [c.index for c in answers.choices] == [0, 1]
+    assert answers.choices[1].message.content == client.chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": "Hi"}], seed=6, max_tokens=9).choices[0].message.content
+
+
+def test_a_conversation_evaluates_only_what_is_new(client, server, monkeypatch):
+    """And answers as if it were told anew; a beginning that several requests share is evaluated once."""
+    evaluated, evaluate = [], llamac.Engine.evaluate
+    monkeypatch.setattr(llamac.Engine, "evaluate", lambda self, parts: (evaluated.append(sum(len(p.tokens) for p in parts)),
+                                                                        evaluate(self, parts)))
+
+    def say(prompt):
+        evaluated.clear()
+        text = client.completions.create(model="plain", prompt=prompt, temperature=0, max_tokens=5).choices[0].text
+        return text, sum(evaluated) - 4  # all but the tokens of the text
+    server.talk.loaded.pop("plain", None)
+    first, following = [1, *range(10, 30)], [1, *range(10, 26), 99, 98]
+    assert say(first)[1] == 21 and say(first)[1] == 1
+    text, size = say(following)
+    assert size == 2
+    kept = server.talk.loaded["plain"].cache.kept
+    whole = [*following, *kept[-1][1][len(following):].tolist(), 50, 51]  # as a conversation goes on
+    continued, size = say(whole)
+    assert size == 2 and [len(known) for _, known in kept] == [25, 25, 29]
+    server.talk.loaded.pop("plain")
+    evaluated.clear()
+    client.completions.create(model="plain", prompt=first, n=4, max_tokens=2)
+    assert sum(evaluated) == len(first) + 3 + 4  # the prompt once, its last token for the others, the first token of each text
+    server.talk.loaded.pop("plain")
+    assert say(following) == (text, 19)
+    server.talk.loaded.pop("plain")
+    assert say(whole) == (continued, len(whole))
+
+
+def test_kept_sequences_are_limited(folder, monkeypatch):
+    engine = llamac.Engine(llamac.Model(folder / "plain.gguf"))
+    cache = scheduler.SequenceCache(engine)
+    for n in range(scheduler.MAX_KEPT + 5):
+        sequence = cache.take(np.array([1, n], np.int32))
+        sequence.forward([1, n, 5], 0)
+        cache.keep(sequence)
+    assert [known.tolist()[1] for _, known in cache.kept] == list(range(5, scheduler.MAX_KEPT + 5))
+    monkeypatch.setattr(cache, "max_tokens", 10)
+    cache.keep(llamac.Sequence(engine))
+    assert [len(known) for _, known in cache.kept] == [3, 3, 3, 0]
+
+
+def test_a_budget_is_split_evenly():
+    assert scheduler.split_evenly([100, 3, 100], 64) == [30, 3, 31] and scheduler.split_evenly([], 64) == []
+    assert scheduler.split_evenly([5, 5], 64) == [5, 5] and scheduler.split_evenly([9] * 70, 64).count(0) == 0
+
+
+def test_a_long_prompt_does_not_stall_running_texts():
+    """Each batch has a token of every running text, and at most so many of prompts."""
+    batches = []
+
+    class Text:
+        def __init__(self, name, n_new, left):
+            self.name, self.n_new, self.left, self.reason, self.sequence, self.count = name, n_new, left, None, self, 0
+
+        ready = property(lambda self: not self.n_new)
+        free = lambda self: None
+
+        def part(self, n):
+            n = min(n, self.n_new)
+            self.n_new -= n
+            return self.name, n
+
+        def advance(self):
+            self.left, self.n_new = self.left - 1, 1
+            self.reason = None if self.left else "length"
+            return "", [], 0, self.reason
+    found = scheduler.Scheduler()
+    cache = SimpleNamespace(engine=SimpleNamespace(evaluate=batches.append), keep=lambda sequence: None)
+    for name, size in ("running", 1), ("long", 300), ("short", 20):
+        found.running.append(scheduler.Task(cache, [], {}, queue.SimpleQueue(), text=Text(name, size, 9)))
+    for _ in range(7):
+        found.step()
+    assert all(dict(batch)["running"] == 1 for batch in batches)
+    assert all(sum(n for name, n in batch if name == "long") <= scheduler.PROMPT_CHUNK for batch in batches)
+    assert batches[0] == [("running", 1), ("long", 44), ("short", 20)] and batches[1] == [("running", 1), ("long", 64), ("short", 1)]
+    assert dict(batches[5])["long"] == 1
+
+
+def test_texts_wait_in_the_order_of_their_arrival(monkeypatch):
+    """At most MAX_RUNNING run at once; a client that leaves while it waits never begins."""
+    found, begun = scheduler.Scheduler(), []
+    monkeypatch.setattr(llamac, "Continuation", lambda sequence, tokens, **_: begun.append(int(tokens[0])) or SimpleNamespace(sequence=sequence, count=0))
+    monkeypatch.setattr(scheduler, "MAX_RUNNING", 3)
+    cache = SimpleNamespace(take=lambda tokens, running: SimpleNamespace(free=lambda: None), keep=lambda sequence: None)
+    tasks = [scheduler.Task(cache, [n], {}, queue.SimpleQueue()) for n in range(7)]
+    found.waiting.extend(tasks)
+    found.begin()
+    assert begun == [0, 1, 2]
+    found.cancel(tasks[3:5])
+    found.end(tasks[1])
+    found.end(tasks[0], llamac.Error("broken"))
+    found.begin()
+    assert begun == [0, 1, 2, 5, 6] and found.running == [tasks[2], tasks[5], tasks[6]] and not found.waiting
+    assert str(tasks[0].events.get()[1]) == "broken"
+    many, prompt = queue.SimpleQueue(), [8]  # a request with many texts, two of one prompt, lets another one go first
+    tasks = [scheduler.Task(cache, tokens, {}, many) for tokens in (prompt, prompt, [9])] + [scheduler.Task(cache, [7], {}, queue.SimpleQueue())]
+    found.running.clear()
+    begun.clear()
+    found.waiting.extend(tasks)
+    found.begin()
+    assert begun == [8, 7, 9]
+    found.end(tasks[3], llamac.Error("it has left"))
+    found.begin()
+    assert begun == [8, 7, 9]
+    tasks[0].text.count = 1
+    found.begin()
+    assert begun == [8, 7, 9, 8]
+
+
+def test_a_text_that_fails_does_not_end_the_others(client):
+    """A model with broken weights beside one without, and a batch that fails because of one sequence."""
+    parts, ended = [], []
+
+    def evaluate(batch):
+        parts.append(batch)
+        if "bad" in batch:
+            raise llamac.Error("bad tokens")
+    found = scheduler.Scheduler()
+    found.advance, found.end = lambda task: ended.append((task, "fine")), lambda task, error: ended.append((task, str(error)))
+    named = lambda name: SimpleNamespace(name=name, text=SimpleNamespace(ready=True))
+    tasks = [named("a"), named("bad"), named("b")]
+    found.evaluate_parts(SimpleNamespace(evaluate=evaluate), [(task, task.name) for task in tasks])
+    assert ended == [(tasks[0], "fine"), (tasks[1], "bad tokens"), (tasks[2], "fine")] and len(parts) == 4
 
 
 def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch):
-    steps = []
-    forward = llamac.Session.forward
-    monkeypatch.setattr(llamac.Session, "forward", lambda *a: (steps.append(1), forward(*a)))
+    """And frees its sequence."""
+    steps, freed = [], []
+    evaluate, free = llamac.Engine.evaluate, llamac.Sequence.free
+    monkeypatch.setattr(llamac.Engine, "evaluate", lambda *a: (steps.append(1), evaluate(*a)))
+    monkeypatch.setattr(llamac.Sequence, "free", lambda self: (freed.append(self), free(self)))
     endless = dict(model="plain", prompt="A", max_tokens=1_000_000, temperature=0)  # it repeats itself and never ends
     for streamed in True, False:
         if streamed:
             stream = client.completions.create(stream=True, **endless)
             next(iter(stream))
+            (task,) = server.talk.scheduler.running
             stream.close()
         else:
             with pytest.raises(openai.APITimeoutError):
                 client.completions.create(timeout=0.5, **endless)
-        for _ in range(100):
-            seen = len(steps)
-            time.sleep(0.1)
-            if len(steps) == seen:
-                break
-        assert 0 < len(steps) == seen < 100_000
+        assert idle(server.talk.scheduler) and 0 < len(steps) < 100_000
+        seen = len(steps)
+        time.sleep(0.1)
+        assert len(steps) == seen
         steps.clear()
+    assert task.text.sequence in freed and task.text.sequence.pointer is None and len(freed) >= 2
+
+
+def test_a_client_that_reads_slowly_pauses_its_text(client, server, monkeypatch):
+    """What waits for it stays limited, and other clients go on."""
+    monkeypatch.setattr(scheduler, "MAX_QUEUED", 5)
+    endless = server.talk.events(server.talk.load("plain"), talk.parse(
+        {"model": "plain", "prompt": "A", "max_tokens": 1_000_000, "temperature": 0, "stream": True}, False, server.talk.load("plain")))
+    next(endless)
+    (task,) = server.talk.scheduler.running
     end = time.monotonic() + 30
-    while server.talk.slots._value < talk.MAX_CONCURRENT and time.monotonic() < end:  # a moment after its last step
-        time.sleep(0.05)
-    assert server.talk.slots._value == talk.MAX_CONCURRENT  # its slot is free
+    while not task.is_paused() and time.monotonic() < end:
+        time.sleep(0.01)
+    count = task.text.count
+    assert len(client.completions.create(model="plain", prompt="B", max_tokens=30, temperature=0, logprobs=0).choices[0].logprobs.tokens) == 30
+    assert task.text.count == count and task.events.qsize() == 5
+    for _ in range(20):
+        next(endless)
+    endless.close()
+    assert idle(server.talk.scheduler)
 
 
 def test_a_changed_file_is_opened_again(client, server, folder):
@@ -339,3 +492,28 @@ def test_the_page_ends_while_its_models_answer(tmp_path, library):
             page.terminate()
             out, err = page.communicate(timeout=20)
         assert (page.returncode, err) == (0, "") and "the page has ended" in out
+
+
+def test_one_model_is_served_without_the_page(tmp_path, library, folder):
+    """The API alone: no route shows runs or starts a training."""
+    command = [sys.executable, "-c", PAGE, "--port=0"]
+    for model in "chat.gguf", "reciter":
+        shutil.copy(folder / "reciter/m.gguf", folder / "reciter/model.gguf")
+        page = subprocess.Popen([*command, f"--serve={folder / model}", library], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env=os.environ | {"XDG_STATE_HOME": str(tmp_path)})
+        _, address, *_, key, _, _, _, name = page.stdout.readline().split()
+        with openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60) as client:
+            assert [m.id for m in client.models.list()] == [name] == [str(folder / model)]
+            assert 1 <= client.completions.create(model=name, prompt="a", max_tokens=5).usage.completion_tokens <= 5
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                client.completions.create(model="plain", prompt="a")
+        for path in "/", "/api/runs", "/api/start", "/app.js":
+            for method in "GET", "POST":
+                answer = httpx.request(method, address.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == 404
+        page.terminate()
+        assert page.communicate(timeout=20) == ("the API has ended\n", "") and page.returncode == 0
+    assert not list(tmp_path.iterdir())
+    for model, words in (folder / "none.gguf", "none.gguf"), (folder / "bad.gguf", "version"), (tmp_path, "model.gguf"):
+        done = subprocess.run([*command, f"--serve={model}", library], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-// How many threads a session has of its own accord: runtime/os.c over made-up processors.
+// How many threads an engine has of its own accord: runtime/os.c over made-up processors.
 //   threads CORES ALLOWED ACTIVE QUOTA     CORES: the siblings of each processor, such as "0,2 1,3 0,2 1,3"; ALLOWED: "0 1"
 #define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <sched.h>

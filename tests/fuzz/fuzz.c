@@ -49,9 +49,13 @@ static void use_model(const llamac_model *model) {
     if (m->config.dim > 64 || m->config.hidden_dim > 256 || m->config.n_layers > 4 || m->config.vocab_size > 512) return;
     int T = m->config.seq_len < 2 ? 1 : 2, tokens[2] = {0, m->config.vocab_size - 1};
     allowed = SIZE_MAX; // activations are no matter of the file
-    llamac_session *s = llamac_start(model, &(llamac_options){.positions = T, .n_threads = 1, .logits = LLAMAC_ALL_LOGITS}, NULL);
-    if (s) llamac_forward(s, tokens, T, 0, NULL);
-    llamac_stop(s);
+    llamac_engine *engine = llamac_start(model, &(llamac_options){.positions = T, .n_threads = 1}, NULL);
+    llamac_sequence *sequence = engine ? llamac_sequence_new(engine, NULL) : NULL;
+    llamac_batch_token batch[2];
+    for (int i = 0; i < T; i++) batch[i] = (llamac_batch_token){sequence, tokens[i], i, true};
+    if (sequence) llamac_evaluate(engine, batch, T, NULL);
+    llamac_sequence_free(sequence);
+    llamac_stop(engine);
 }
 
 // Encodes a text in every way and prints what comes out, which goes nowhere.
