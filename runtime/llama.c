@@ -575,6 +575,7 @@ int llamac_sample(llamac_sequence *s, llamac_sampler *sampler, Error *e) {
         next = sample(engine, sampler, engine->logits + (size_t)row * engine->model.config.vocab_size);
     else if (is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, sampler->temperature, sampler->topp, random_float(sampler));
-    if (next < 0) fail(e, not_finite);
+    const char *failure = b->failure ? b->failure(b) : NULL;
+    if (next < 0) fail(e, "%s", failure ? failure : not_finite);
     return next;
 }
