@@ -223,14 +223,9 @@ inline bool allocates() {
     return !s || times++ < atoi(s);
 }
 
-// Whether a call on a stream fails.
-inline bool fails() {
-    static int calls;
-    const char *s = getenv("CUDA_ON_CPU_CALLS");
-    return s && calls++ >= atoi(s);
-}
-// Whether a call has failed, so that all others fail.
-inline bool broken;
+// Calls on streams that succeed before one fails; negative: none fails.
+inline int calls_left = getenv("CUDA_ON_CPU_CALLS") ? atoi(getenv("CUDA_ON_CPU_CALLS")) : -1;
+inline bool broken; // a call has failed, so that all others fail
 
 // Submitted work runs when the host waits for it. The default stream's work runs at once
 inline std::deque<std::function<void()>> stream;
@@ -242,7 +237,8 @@ inline int graphs; // that can be launched now
 
 // What every call on a stream returns. After a failure, the work that was submitted is lost.
 inline cudaError_t call() {
-    broken = broken || fails();
+    broken = broken || calls_left == 0;
+    if (calls_left > 0) calls_left--;
     if (broken) stream.clear(), done = submitted;
     return broken ? cudaErrorLaunchFailure : cudaSuccess;
 }
