@@ -42,10 +42,11 @@ static llamac_engine *start(llamac_model *model, const char *device, bool sample
     return llamac_start(model, &options, &error);
 }
 
-// Evaluates tokens at the end of a sequence. Returns the next token, by sampling with a fixed seed.
+// Evaluates tokens at the end of a sequence. Returns the next token, by sampling with a seed that
+// depends on the length alone; -1 after an error.
 static int extend(llamac_sequence *s, const Tokens &tokens) {
-    llamac_sampler sampler = {0.9f, 0.9f, 7 + (uint64_t)llamac_sequence_length(s)};
     int n = (int)tokens.size(), pos = llamac_sequence_length(s);
+    llamac_sampler sampler = {0.9f, 0.9f, (uint64_t)(7 + pos + n)};
     if (!llamac_forward(s, tokens.data(), n, pos, &error)) return -1;
     return llamac_sample(s, &sampler, &error);
 }
@@ -70,7 +71,7 @@ static Tokens write_alone(llamac_engine *engine, const Tokens &tokens, int n) {
 }
 
 static void turns(llamac_model *model, bool sample_only) {
-    enum { N = 3, LENGTH = 5 };
+    enum { N = 3, LENGTH = 3 };
     llamac_engine *engine = start(model, "cuda", sample_only);
     EXPECT(engine);
     Tokens alone[N], text[N];
@@ -119,7 +120,7 @@ static void turns(llamac_model *model, bool sample_only) {
 }
 
 static void copies(llamac_model *model) {
-    enum { LENGTH = 4, KEPT = 5 };
+    enum { LENGTH = 3, KEPT = 5 };
     llamac_engine *engine = start(model, "cuda", false);
     EXPECT(engine);
     Tokens first = prompt(1, KEPT), other = prompt(2, 3);
