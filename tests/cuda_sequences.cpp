@@ -4,7 +4,8 @@
 //   turns     sequences that are evaluated by turns, and in one batch, have the texts of each alone
 //   copies    a copy of a sequence continues like the sequence, and neither changes the other
 //   logits    the same logits as the CPU's, in memory that moves between two calls
-//   lengths   300 prompts of different lengths, each twice, keep few recordings (emulated)
+//   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
+//             recordings (emulated)
 //   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
 #include <cuda_runtime.h>
 #include <math.h>
@@ -182,15 +183,17 @@ static void logits(llamac_model *model) {
 }
 
 #ifdef CUDA_ON_CPU
-static void lengths(llamac_model *model) {
-    llamac_engine *engine = start(model, "cuda", true);
+static void shapes(llamac_model *model) {
+    llamac_engine *engine = start(model, "cuda", false);
     EXPECT(engine);
     llamac_sequence *s = llamac_sequence_new(engine, &error);
-    for (int n = 1; n <= 300; n++)
-        for (int i = 0; i < 2; i++) { // op by op, then recorded
-            EXPECT(llamac_forward(s, prompt(i, n).data(), n, 0, &error));
-            EXPECT(cuda_on_cpu::graphs <= MAX_RECORDINGS);
-        }
+    for (int i = 0; i < 2 * 300; i++) {
+        int shape = i / 2, n = 5 + shape / 5, n_wanted = 1 + shape % 5;
+        std::vector<llamac_batch_token> batch;
+        for (int t = 0; t < n; t++) batch.push_back({s, 3 + t, t, t >= n - n_wanted});
+        EXPECT(llamac_evaluate(engine, batch.data(), n, &error)); // op by op, then recorded
+        EXPECT(cuda_on_cpu::graphs <= MAX_RECORDINGS);
+    }
     EXPECT(cuda_on_cpu::graphs == MAX_RECORDINGS);
     llamac_sequence_free(s);
     EXPECT(cuda_on_cpu::graphs == 0);
@@ -251,7 +254,7 @@ static void failures(llamac_model *model) {
     EXPECT(n > 60);
 }
 #else
-static void lengths(llamac_model *) {}
+static void shapes(llamac_model *) {}
 static void failures(llamac_model *) {}
 #endif
 
@@ -262,7 +265,7 @@ int main(int argc, char **argv) {
     if (name == "turns") turns(model, false), turns(model, true);
     else if (name == "copies") copies(model);
     else if (name == "logits") logits(model);
-    else if (name == "lengths") lengths(model);
+    else if (name == "shapes") shapes(model);
     else failures(model);
     llamac_close(model);
     puts("fine");
