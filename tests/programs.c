@@ -95,10 +95,14 @@ static void free_model(Model *m) {
     free(w->layers), free(w->frequencies);
 }
 
-typedef struct { Backend *b; Cache *cache; float *x, *y, *logits; } Machine;
+// model: a copy, in which the backend notes its packed weights
+typedef struct { Backend *b; Cache *cache; Model *model; float *x, *y, *logits; } Machine;
 
-static Machine open_machine(Model *m, const Kernels *kernels, int kv_bits, int threads) {
+static Machine open_machine(const Model *model, const Kernels *kernels, int kv_bits, int threads) {
     Machine a = {0};
+    size_t layers = model->config.n_layers * sizeof(Layer);
+    Model *m = a.model = malloc(sizeof *m);
+    *m = *model, m->weights.layers = memcpy(malloc(layers), model->weights.layers, layers);
     Opening opening = {.positions = positions, .n_threads = threads, .kv_bits = kv_bits, .kernels = kernels};
     const char *wrong = llamac_cpu_open(&a.b, m, &opening);
     if (wrong) printf("%s: %s\n", kernels->name, wrong), exit(2);
@@ -113,6 +117,7 @@ static Machine open_machine(Model *m, const Kernels *kernels, int kv_bits, int t
 static void close_machine(const Machine *a) {
     a->b->free_cache(a->b, a->cache);
     a->b->close(a->b);
+    free(a->model->weights.layers), free(a->model);
 }
 
 typedef struct { int op, layer, pos, T, tokens[POSITIONS]; } Call;
@@ -126,11 +131,11 @@ static void fill_batch(OneRun *one, const Machine *a, const int *tokens, int T, 
     one->batch = (Batch){tokens, T, &one->run, 1, one->wanted, T, a->logits};
 }
 
-static void call(const Machine *a, const Model *m, const Call *c) {
+static void call(const Machine *a, const Call *c) {
     Backend *b = a->b;
     OneRun one;
     fill_batch(&one, a, c->tokens, c->T, c->pos);
-    const Weights *w = &m->weights;
+    const Weights *w = &a->model->weights;
     const Layer *layer = &w->layers[c->layer];
     switch (c->op) {
     case 0: b->embed(b, a->x, &w->token_embedding, c->tokens, c->T); break;
@@ -153,7 +158,7 @@ static int random_program(Call *calls, const Model *m, int pos, int T) {
     return n;
 }
 
-static void run(const Machine *a, const Model *m, const Call *calls, int n, bool together) {
+static void run(const Machine *a, const Call *calls, int n, bool together) {
     int none[2] = {0};
     OneRun one;
     if (!a->b->reserve(a->b, a->cache, calls->pos, calls->T)) printf("no memory for a cache\n"), exit(2);
@@ -161,7 +166,7 @@ static void run(const Machine *a, const Model *m, const Call *calls, int n, bool
     if (together) a->b->begin(a->b, &one.batch), a->b->end(a->b); // forgets the steps of the program before
     fill_batch(&one, a, calls->tokens, calls->T, calls->pos);
     if (together) a->b->begin(a->b, &one.batch);
-    for (int i = 0; i < n; i++) call(a, m, &calls[i]);
+    for (int i = 0; i < n; i++) call(a, &calls[i]);
     if (together) a->b->end(a->b);
 }
 
@@ -194,11 +199,11 @@ int main(int argc, char **argv) {
             int most = positions - pos < CHUNK ? positions - pos : CHUNK;
             T = below(2) ? 1 : 1 + below(most);
             int n = random_program(calls, &m, pos, T), together = below(2);
-            run(&scalar, &m, calls, n, false);
+            run(&scalar, calls, n, false);
             for (int i = 0; i < 3 * kinds; i++) {
                 const Machine *a = &others[i];
                 size_t wide = (size_t)T * m.config.dim, attended = (size_t)T * m.config.q_dim, vocab = (size_t)T * m.config.vocab_size;
-                run(a, &m, calls, n, together);
+                run(a, calls, n, together);
                 bool logits = false;
                 for (int k = 0; k < n; k++) logits |= calls[k].op == 5;
                 // a number in 8 bits that lies half-way between two may be rounded to either, which the next ops carry on
