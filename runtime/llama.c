@@ -471,7 +471,8 @@ static int sample(llamac_engine *engine, llamac_sampler *sampler, const llamac_s
                -1;
     if (llamac_is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, sampler->temperature, sampler->topp, llamac_random(sampler));
-    if (next < 0) fail(e, not_finite);
+    const char *failure = b->failure ? b->failure(b) : NULL;
+    if (next < 0) fail(e, "%s", failure ? failure : not_finite);
     return next;
 }
 

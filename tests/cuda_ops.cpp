@@ -10,10 +10,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
 #include "../runtime/backend.h"
+
+extern "C" const struct Kernels *llamac_choose_kernels(const char *name); // runtime/cpu/kernels.h
 
 static uint32_t state;
 
@@ -182,7 +185,13 @@ struct Array {
     }
 };
 
-static float found[160 * 150]; // logits of the GPU; static, since the backend pins them
+// Both backends, and a sequence of each.
+struct Both {
+    Backend *gpu, *cpu;
+    Cache *on_gpu, *on_cpu;
+};
+
+static float found[160 * 150]; // logits of the GPU
 
 static int failures;
 static std::map<std::string, double> worst; // largest difference of each op of a model
@@ -192,9 +201,54 @@ static void report(const char *op, double difference, double max) {
     if (!(difference <= max)) failures++, printf(" [%s: more than %.0e]", op, max);
 }
 
+// A batch of T tokens of one sequence, all of whose logits are wanted.
+struct OneRun {
+    std::vector<int> all;
+    Run run;
+    Batch batch;
+
+    OneRun(Cache *cache, const int *tokens, int T, int pos, float *logits) : all(T) {
+        for (int i = 0; i < T; i++) all[i] = i;
+        run = {cache, 0, T, pos};
+        batch = {tokens, T, &run, 1, all.data(), T, logits};
+    }
+};
+
+// Computes attention of T tokens from position pos on.
+static void attend(Backend *b, Cache *cache, int layer, const Layer *l, float *y, const float *x,
+                   int pos, int T) {
+    OneRun one(cache, NULL, T, pos, NULL);
+    b->attention(b, &one.batch, layer, l, y, x);
+}
+
+// Calls the ops of a batch as llama.c does.
+static void call_ops(Backend *b, const Model &m, float *x, float *y, const Batch &batch) {
+    const Weights &w = m.weights;
+    int T = batch.T, n = batch.n_wanted;
+    b->embed(b, x, &w.token_embedding, batch.tokens, T);
+    for (int l = 0; l < m.config.n_layers; l++) {
+        const Layer &layer = w.layers[l];
+        b->attention(b, &batch, l, &layer, y, x);
+        b->add_product(b, x, &layer.wo, y, T);
+        b->feed_forward(b, &layer, x, T);
+    }
+    if (n > 0 && n < T) b->gather(b, x, batch.wanted, n);
+    if (n > 0) b->logits(b, batch.logits, &w.norm, &w.output, x, n);
+}
+
+// Returns one or more of the rows 0 to n - 1, ascending.
+static std::vector<int> random_rows(int n) {
+    std::vector<int> rows;
+    int kept = 1 + random_below(n);
+    for (int i = 0; i < n; i++)
+        if (random_below(n - i) < kept - (int)rows.size()) rows.push_back(i);
+    return rows;
+}
+
 // The CPU's ops in calls of at most MAX_T tokens: x (T, dim), y (T, q_dim).
 struct Cpu {
     Backend *b;
+    Cache *cache;
     const Config &config;
     static const int MAX_T = 100;
 
@@ -216,8 +270,8 @@ struct Cpu {
     }
     void attention(int layer, const Layer *l, float *y, const float *x, int pos, int T) {
         in_chunks(T, [&](int t, int n) {
-            b->attention(b, layer, l, y + (size_t)t * config.q_dim, x + (size_t)t * config.dim,
-                         pos + t, n);
+            attend(b, cache, layer, l, y + (size_t)t * config.q_dim, x + (size_t)t * config.dim,
+                   pos + t, n);
         });
     }
     void logits(float *out, const Mat *norm, const Mat *output, const float *x, int T) {
@@ -230,11 +284,12 @@ struct Cpu {
 
 // Compares the ops on the last layer's weights, called outside begin and end in a random order, for
 // T tokens from position pos on.
-static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
+static void compare_ops(Pair &p, const Both &both, int T, int pos) {
+    Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
     int l = cf.n_layers - 1;
-    Cpu cpu = {c, cf};
+    Cpu cpu = {c, both.on_cpu, cf};
     Layer &gl = gw.layers[l], &cl = cw.layers[l];
     Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
     double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // tensor cores round x to half precision
@@ -255,13 +310,18 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
             cpu.feed_forward(&cl, x.on_cpu, T);
             report("feed forward", x.difference(), product);
         } else {
-            g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T);
+            attend(g, both.on_gpu, l, &gl, y.on_gpu, x.on_gpu, pos, T);
             cpu.attention(l, &cl, y.on_cpu, x.on_cpu, pos, T);
             // Half precision costs 2e-3 in the products before attention, 1e-3 in attention itself.
             bool in_float = gl.wk.type == F32 && gl.wv.type == F32;
             report("attention", y.difference(), in_float ? exact : 3e-3);
         }
     }
+    x.fill();
+    std::vector<int> rows = random_rows(T);
+    g->gather(g, x.on_gpu, rows.data(), (int)rows.size());
+    c->gather(c, x.on_cpu, rows.data(), (int)rows.size());
+    report("gather", x.difference(), 0);
     x.fill();
 
     size_t n = (size_t)T * cf.vocab_size;
@@ -284,25 +344,27 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
 }
 
 // Fills the caches of all layers at positions 0 to n - 1.
-static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
+static void fill_cache(Pair &p, const Both &both, int n) {
+    Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
     for (int l = 0; l < cf.n_layers; l++)
         for (int pos = 0, T; pos < n; pos += T) {
             T = n - pos < 100 ? n - pos : 100;
             Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
-            g->attention(g, l, &p.model[0].weights.layers[l], y.on_gpu, x.on_gpu, pos, T);
-            c->attention(c, l, &p.model[1].weights.layers[l], y.on_cpu, x.on_cpu, pos, T);
+            attend(g, both.on_gpu, l, &p.model[0].weights.layers[l], y.on_gpu, x.on_gpu, pos, T);
+            attend(c, both.on_cpu, l, &p.model[1].weights.layers[l], y.on_cpu, x.on_cpu, pos, T);
         }
 }
 
 // Compares a random program: an embedding, then ops in any order on the x and y that earlier ones
 // computed.
-static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
+static void compare_program(Pair &p, const Both &both, int T, int pos) {
+    Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
     Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
     std::vector<int> tokens(T);
-    Cpu cpu = {c, cf};
+    Cpu cpu = {c, both.on_cpu, cf};
     for (int &token : tokens) token = random_below(cf.vocab_size);
     g->embed(g, x.on_gpu, &gw.token_embedding, tokens.data(), T);
     cpu.embed(x.on_cpu, &cw.token_embedding, tokens.data(), T);
@@ -310,7 +372,7 @@ static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
         int op = random_below(4), l = random_below(cf.n_layers);
         Layer &gl = gw.layers[l], &cl = cw.layers[l];
         if (op == 0)
-            g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T),
+            attend(g, both.on_gpu, l, &gl, y.on_gpu, x.on_gpu, pos, T),
                 cpu.attention(l, &cl, y.on_cpu, x.on_cpu, pos, T);
         if (op == 1)
             g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T),
@@ -324,27 +386,10 @@ static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
            1e-2); // half precision's rounding over up to six ops
 }
 
-struct Activations {
-    float *x, *y;
-    Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.q_dim); }
-};
-
-// Computes one token; the logits are written to `out`, which must be the same in all calls. Returns
-// whether the backend asked for its ops to be called.
-static bool forward(Backend *b, const Model &m, const Activations &a, int token, int pos,
-                    float *out) {
-    const Weights &w = m.weights;
-    bool by_ops = !b->begin || b->begin(b, &token, 1, pos, false);
-    if (by_ops) {
-        b->embed(b, a.x, &w.token_embedding, &token, 1);
-        for (int l = 0; l < m.config.n_layers; l++) {
-            const Layer &layer = w.layers[l];
-            b->attention(b, l, &layer, a.y, a.x, pos, 1);
-            b->add_product(b, a.x, &layer.wo, a.y, 1);
-            b->feed_forward(b, &layer, a.x, 1);
-        }
-        b->logits(b, out, &w.norm, &w.output, a.x, 1);
-    }
+// Computes a batch as llama.c does. Returns whether the backend asked for its ops to be called.
+static bool forward(Backend *b, const Model &m, float *x, float *y, const Batch &batch) {
+    bool by_ops = !b->begin || b->begin(b, &batch);
+    if (by_ops) call_ops(b, m, x, y, batch);
     if (b->end) b->end(b);
     return by_ops;
 }
@@ -353,41 +398,84 @@ static int in_one_kernel; // models whose tokens were computed by whole_token
 
 // Compares n tokens from position pos on with the CPU's. The GPU computes the first one op by op,
 // then again by whole_token or a recording, and the two are compared as well.
-static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
+static void compare_tokens(Pair &p, const Both &both, int pos, int n) {
+    Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
     std::vector<float> expected(cf.vocab_size), ops;
-    Activations on_gpu(g, cf), on_cpu(c, cf);
+    Array x(g, c, cf.dim), y(g, c, cf.q_dim);
     const Layer &last = p.model[0].weights.layers[cf.n_layers - 1];
     bool in_float = last.wk.type == F32 && last.wv.type == F32; // else in half precision
     double max = in_float ? 1e-4 : 5e-3;
-    fill_cache(p, g, c, pos);
+    fill_cache(p, both, pos);
     printf(" token@%d", pos);
     for (int i = 0, token; i < n; i++) {
         token = random_below(cf.vocab_size);
-        if (i == 0)
-            forward(g, p.model[0], on_gpu, token, pos, found),
-                ops.assign(found, found + cf.vocab_size);
-        bool by_ops = forward(g, p.model[0], on_gpu, token, pos + i, found);
+        OneRun on_gpu(both.on_gpu, &token, 1, pos + i, found);
+        OneRun on_cpu(both.on_cpu, &token, 1, pos + i, expected.data());
+        if (i == 0) {
+            call_ops(g, p.model[0], x.on_gpu, y.on_gpu, on_gpu.batch);
+            ops.assign(found, found + cf.vocab_size);
+        }
+        bool by_ops = forward(g, p.model[0], x.on_gpu, y.on_gpu, on_gpu.batch);
         in_one_kernel += i == 0 && !by_ops;
-        forward(c, p.model[1], on_cpu, token, pos + i, expected.data());
+        forward(c, p.model[1], x.on_cpu, y.on_cpu, on_cpu.batch);
         report("token", Array::compare(found, expected.data(), expected.size()), max);
         if (i == 0) report("token beside ops", Array::compare(found, ops.data(), ops.size()), 1e-4);
     }
 }
 
-static void open_both(Pair &p, int positions, Backend **gpu, Backend **cpu) {
-    llamac_error error;
-    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions, &error);
-    if (!wrong) wrong = llamac_cpu_open(cpu, &p.model[1], positions, 1);
-    if (wrong) printf("%s\n", wrong), exit(2);
+// Compares three passes of T tokens with the CPU's. The GPU computes them op by op, by a recording
+// and by the same again. They differ in the tokens, in those whose logits are wanted, and in the
+// memory for the logits.
+static void compare_passes(Pair &p, const Both &both, int T, int pos) {
+    Backend *g = both.gpu, *c = both.cpu;
+    const Config &cf = p.model[0].config;
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
+    bool in_float = p.model[0].weights.layers[0].wk.type == F32;
+    std::vector<int> tokens(T), wanted = random_rows(T);
+    size_t n = wanted.size() * cf.vocab_size;
+    printf(" pass=%d/%d@%d", (int)wanted.size(), T, pos);
+    for (int i = 0; i < 3; i++) {
+        std::vector<float> rows(n), expected(n);
+        for (int &token : tokens) token = random_below(cf.vocab_size);
+        for (size_t j = 0; i && j < wanted.size(); j++) // one token later, where there is room
+            if (wanted[j] + 1 < (j + 1 < wanted.size() ? wanted[j + 1] : T)) wanted[j]++;
+        OneRun on_gpu(both.on_gpu, tokens.data(), T, pos, rows.data());
+        OneRun on_cpu(both.on_cpu, tokens.data(), T, pos, expected.data());
+        for (Batch *batch : {&on_gpu.batch, &on_cpu.batch})
+            batch->wanted = wanted.data(), batch->n_wanted = (int)wanted.size();
+        forward(g, p.model[0], x.on_gpu, y.on_gpu, on_gpu.batch);
+        forward(c, p.model[1], x.on_cpu, y.on_cpu, on_cpu.batch);
+        report("pass", Array::compare(rows.data(), expected.data(), n), in_float ? 1e-4 : 1e-2);
+    }
 }
 
-static void close_both(Backend *gpu, Backend *cpu) {
+// Opens both backends and a sequence of each, with room for all positions.
+static Both open_both(Pair &p, int positions) {
+    llamac_error error;
+    Both both;
+    Opening opening = {};
+    opening.positions = positions, opening.n_threads = 1;
+    opening.kernels = llamac_choose_kernels(NULL);
+    const char *wrong = llamac_cuda_open(&both.gpu, &p.model[0], &opening, &error);
+    if (!wrong) wrong = llamac_cpu_open(&both.cpu, &p.model[1], &opening);
+    if (wrong) printf("%s\n", wrong), exit(2);
+    both.on_gpu = both.gpu->new_cache(both.gpu), both.on_cpu = both.cpu->new_cache(both.cpu);
+    if (!both.on_gpu || !both.gpu->reserve(both.gpu, both.on_gpu, 0, positions) || !both.on_cpu
+        || !both.cpu->reserve(both.cpu, both.on_cpu, 0, positions))
+        printf("no memory for the caches\n"), exit(2);
+    return both;
+}
+
+static void close_both(const Both &both) {
     for (auto &op : worst) printf(" %s %.0e", op.first.c_str(), op.second);
     printf("\n");
     worst.clear();
-    gpu->close(gpu);
-    cpu->close(cpu);
+    if (both.gpu->failure(both.gpu)) failures++, printf("%s\n", both.gpu->failure(both.gpu));
+    both.gpu->free_cache(both.gpu, both.on_gpu);
+    both.cpu->free_cache(both.cpu, both.on_cpu);
+    both.gpu->close(both.gpu);
+    both.cpu->close(both.cpu);
 }
 
 static void compare_models(Type type) {
@@ -415,18 +503,18 @@ static void compare_models(Type type) {
     make_pair(p, c, {type, group, random_below(3) == 0, biases, norms});
     printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group,
            c.dim, c.n_heads, c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
-    Backend *gpu, *cpu;
-    open_both(p, positions, &gpu, &cpu);
+    Both both = open_both(p, positions);
     int last = random_below(positions - T + 1);
-    compare_ops(p, gpu, cpu, T, 0);
-    fill_cache(p, gpu, cpu, last);
-    compare_ops(p, gpu, cpu, T, last);
-    compare_program(p, gpu, cpu, T, last);
-    fill_cache(p, gpu, cpu, positions - 1);
-    compare_ops(p, gpu, cpu, 1, positions - 1);
+    compare_ops(p, both, T, 0);
+    fill_cache(p, both, last);
+    compare_ops(p, both, T, last);
+    compare_program(p, both, T, last);
+    compare_passes(p, both, std::min(T, Cpu::MAX_T), last);
+    fill_cache(p, both, positions - 1);
+    compare_ops(p, both, 1, positions - 1);
     int n = positions < 3 ? positions : 3;
-    compare_tokens(p, gpu, cpu, positions - n, n);
-    close_both(gpu, cpu);
+    compare_tokens(p, both, positions - n, n);
+    close_both(both);
 }
 
 // Models from tiny to wide, so that a warp of whole_token multiplies from zero to many pieces of a
@@ -450,10 +538,9 @@ static void compare_shape(Type type, int number) {
     Pair p;
     make_pair(p, c, {type, 32, false, false, false});
     printf("type %d dim %d layers %d vocab %d", type, c.dim, c.n_layers, c.vocab_size);
-    Backend *gpu, *cpu;
-    open_both(p, c.seq_len, &gpu, &cpu);
-    compare_tokens(p, gpu, cpu, 33, 2);
-    close_both(gpu, cpu);
+    Both both = open_both(p, c.seq_len);
+    compare_tokens(p, both, 33, 2);
+    close_both(both);
 }
 
 static const Type TYPES[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};

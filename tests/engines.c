@@ -1,4 +1,4 @@
-// Engines of two models by turns, on the GPU: `engines MODEL OTHER` writes "fine", or what went wrong.
+// Engines on two models by turns, on the GPU: `engines MODEL OTHER` writes "fine", or what went wrong.
 #include <stdio.h>
 #include "../runtime/llamac.h"
 
@@ -6,22 +6,27 @@ enum { TURNS = 3, TOKENS = 2 };
 
 int main(int argc, char **argv) {
     llamac_error error = {"two models expected"};
-    llamac_sequence *sequences[2] = {NULL};
-    llamac_engine *engines[2] = {NULL};
     llamac_model *models[2] = {NULL};
+    llamac_engine *engines[2] = {NULL};
+    llamac_sequence *sequences[2] = {NULL};
     bool ok = argc == 3;
     for (int i = 0; ok && i < 2; i++) {
         models[i] = llamac_open(argv[1 + i], 0, &error);
-        engines[i] = models[i] ? llamac_start(models[i], &(llamac_options){.device = "cuda"}, &error) : NULL;
-        sequences[i] = engines[i] ? llamac_sequence_new(engines[i], &error) : NULL;
+        if (models[i]) engines[i] = llamac_start(models[i], &(llamac_options){.device = "cuda"}, &error);
+        if (engines[i]) sequences[i] = llamac_sequence_new(engines[i], &error);
         ok = sequences[i];
     }
     for (int i = 0; ok && i < 2 * TURNS * TOKENS; i++) {
         int token = 5, turn = i / TOKENS, pos = turn / 2 * TOKENS + i % TOKENS;
-        ok = llamac_forward(sequences[turn % 2], &token, 1, pos, &error);
-        ok = ok && llamac_sample(sequences[turn % 2], &(llamac_sampler){0}, &error) >= 0;
+        llamac_sequence *s = sequences[turn % 2];
+        ok = llamac_forward(s, &token, 1, pos, &error);
+        ok = ok && llamac_sample(s, &(llamac_sampler){0}, &error) >= 0;
     }
-    for (int i = 0; i < 2; i++) llamac_sequence_free(sequences[i]), llamac_stop(engines[i]), llamac_close(models[i]);
+    for (int i = 0; i < 2; i++) {
+        llamac_sequence_free(sequences[i]);
+        llamac_stop(engines[i]);
+        llamac_close(models[i]);
+    }
     puts(ok ? "fine" : error.text);
     return !ok;
 }

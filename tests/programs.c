@@ -95,28 +95,51 @@ static void free_model(Model *m) {
     free(w->layers), free(w->frequencies);
 }
 
-typedef struct { Backend *b; float *x, *y, *logits; } Machine;
+// model: a copy, in which the backend notes its packed weights
+typedef struct { Backend *b; Cache *cache; Model *model; float *x, *y, *logits; } Machine;
 
-static Machine open_machine(Model *m, const char *isa, int threads) {
+static Machine open_machine(const Model *model, const Kernels *kernels, int kv_bits, int threads) {
     Machine a = {0};
-    setenv("LLAMAC_ISA", isa, 1);
-    const char *wrong = llamac_cpu_open(&a.b, m, positions, threads);
-    if (wrong) printf("%s: %s\n", isa, wrong), exit(2);
+    size_t layers = model->config.n_layers * sizeof(Layer);
+    Model *m = a.model = malloc(sizeof *m);
+    *m = *model, m->weights.layers = memcpy(malloc(layers), model->weights.layers, layers);
+    Opening opening = {.positions = positions, .n_threads = threads, .kv_bits = kv_bits, .kernels = kernels};
+    const char *wrong = llamac_cpu_open(&a.b, m, &opening);
+    if (wrong) printf("%s: %s\n", kernels->name, wrong), exit(2);
+    a.cache = a.b->new_cache(a.b);
+    if (!a.cache) printf("no memory for a cache\n"), exit(2);
     a.x = a.b->alloc(a.b, positions * m->config.dim), a.y = a.b->alloc(a.b, positions * m->config.q_dim);
     memset(a.x, 0, positions * m->config.dim * sizeof(float)), memset(a.y, 0, positions * m->config.q_dim * sizeof(float));
     a.logits = a.b->alloc(a.b, positions * m->config.vocab_size);
     return a;
 }
 
+static void close_machine(const Machine *a) {
+    a->b->free_cache(a->b, a->cache);
+    a->b->close(a->b);
+    free(a->model->weights.layers), free(a->model);
+}
+
 typedef struct { int op, layer, pos, T, tokens[POSITIONS]; } Call;
 
-static void call(const Machine *a, const Model *m, const Call *c) {
+// All T tokens of a call are of one sequence, and their logits are wanted.
+typedef struct { Run run; Batch batch; int wanted[POSITIONS]; } OneRun;
+
+static void fill_batch(OneRun *one, const Machine *a, const int *tokens, int T, int pos) {
+    for (int i = 0; i < T; i++) one->wanted[i] = i;
+    one->run = (Run){a->cache, 0, T, pos};
+    one->batch = (Batch){tokens, T, &one->run, 1, one->wanted, T, a->logits};
+}
+
+static void call(const Machine *a, const Call *c) {
     Backend *b = a->b;
-    const Weights *w = &m->weights;
+    OneRun one;
+    fill_batch(&one, a, c->tokens, c->T, c->pos);
+    const Weights *w = &a->model->weights;
     const Layer *layer = &w->layers[c->layer];
     switch (c->op) {
     case 0: b->embed(b, a->x, &w->token_embedding, c->tokens, c->T); break;
-    case 1: b->attention(b, c->layer, layer, a->y, a->x, c->pos, c->T); break;
+    case 1: b->attention(b, &one.batch, c->layer, layer, a->y, a->x); break;
     case 2: b->add_product(b, a->x, &layer->wo, a->y, c->T); break;
     case 3: b->feed_forward(b, layer, a->x, c->T); break;
     case 4: b->add_product(b, a->y, &layer->wq, a->x, c->T); break;
@@ -135,11 +158,15 @@ static int random_program(Call *calls, const Model *m, int pos, int T) {
     return n;
 }
 
-static void run(const Machine *a, const Model *m, const Call *calls, int n, bool together) {
+static void run(const Machine *a, const Call *calls, int n, bool together) {
     int none[2] = {0};
-    if (together) a->b->begin(a->b, none, 2, 0, true), a->b->end(a->b); // forgets the steps of the program before
-    if (together) a->b->begin(a->b, calls->tokens, calls->T, calls->pos, below(2));
-    for (int i = 0; i < n; i++) call(a, m, &calls[i]);
+    OneRun one;
+    if (!a->b->reserve(a->b, a->cache, calls->pos, calls->T)) printf("no memory for a cache\n"), exit(2);
+    fill_batch(&one, a, none, 2, 0);
+    if (together) a->b->begin(a->b, &one.batch), a->b->end(a->b); // forgets the steps of the program before
+    fill_batch(&one, a, calls->tokens, calls->T, calls->pos);
+    if (together) a->b->begin(a->b, &one.batch);
+    for (int i = 0; i < n; i++) call(a, &calls[i]);
     if (together) a->b->end(a->b);
 }
 
@@ -162,21 +189,21 @@ int main(int argc, char **argv) {
         static const int kv_bits[] = {0, 32, 16, 8};
         positions = round ? 40 : POSITIONS; // more than a block of attention's, once
         Model m = random_model();
-        m.kv_bits = kv_bits[below(4)];
-        Machine scalar = open_machine(&m, "scalar", 1);
+        int bits = kv_bits[below(4)];
+        Machine scalar = open_machine(&m, llamac_choose_kernels("scalar"), bits, 1);
         Machine others[24];
         for (int i = 0; i < kinds; i++)
-            for (int j = 0; j < 3; j++) others[3 * i + j] = open_machine(&m, found[i]->name, 1 + j);
+            for (int j = 0; j < 3; j++) others[3 * i + j] = open_machine(&m, found[i], bits, 1 + j);
         for (int pos = 0, T; pos < positions; pos += T) {
             Call calls[CALLS];
             int most = positions - pos < CHUNK ? positions - pos : CHUNK;
             T = below(2) ? 1 : 1 + below(most);
             int n = random_program(calls, &m, pos, T), together = below(2);
-            run(&scalar, &m, calls, n, false);
+            run(&scalar, calls, n, false);
             for (int i = 0; i < 3 * kinds; i++) {
                 const Machine *a = &others[i];
                 size_t wide = (size_t)T * m.config.dim, attended = (size_t)T * m.config.q_dim, vocab = (size_t)T * m.config.vocab_size;
-                run(a, &m, calls, n, together);
+                run(a, calls, n, together);
                 bool logits = false;
                 for (int k = 0; k < n; k++) logits |= calls[k].op == 5;
                 // a number in 8 bits that lies half-way between two may be rounded to either, which the next ops carry on
@@ -187,8 +214,8 @@ int main(int argc, char **argv) {
                 memcpy(a->x, scalar.x, wide * sizeof(float)), memcpy(a->y, scalar.y, attended * sizeof(float));
             }
         }
-        scalar.b->close(scalar.b);
-        for (int i = 0; i < 3 * kinds; i++) others[i].b->close(others[i].b);
+        close_machine(&scalar);
+        for (int i = 0; i < 3 * kinds; i++) close_machine(&others[i]);
         free_model(&m);
     }
     puts(failed ? "differ" : "agree");

@@ -224,6 +224,27 @@ def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):
     assert 10 < n < 39
 
 
+def test_a_failing_gpu_is_an_error(runcuda_bin, tmp_path, where):
+    """While the engine starts: one line, or the CPU; while it computes: an error of the model."""
+    if where:
+        pytest.skip("the GPU here is whole")
+    Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
+    args, words = [tmp_path / "m.gguf", "-t", 0, "-n", 4], "the GPU failed: unspecified launch failure ("
+    for calls in (0, 20):
+        assert words in one_line(run(runcuda_bin, *args, status=1, CUDA_ON_CPU_CALLS=str(calls)).stderr)
+        done = run(runcuda_bin, *args, "--device=auto", CUDA_ON_CPU_CALLS=str(calls))
+        assert words.encode() in done.stderr and done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
+    messages = []
+    for calls in range(0, 400, 4):
+        done = subprocess.run([runcuda_bin, *map(str, args)], capture_output=True,
+                              env=os.environ | {"CUDA_ON_CPU_CALLS": str(calls)})
+        if done.returncode == 0:
+            break
+        messages.append(done.stderr[done.stderr.rfind(b"run: "):])
+    assert done.returncode == 0 and all(words.encode() in message for message in messages)
+    assert {message.split(b":")[1] for message in messages} == {b" cuda", b" model"}
+
+
 @pytest.mark.slow
 def test_make_runcuda(tmp_path):
     """nvcc finds nothing to warn of; without a GPU the program says so, and computes on the CPU where that is allowed."""
@@ -246,7 +267,7 @@ def test_make_runcuda(tmp_path):
 
 
 @pytest.mark.slow
-def test_engines_of_models_of_different_sizes(objects, where, tmp_path):
+def test_engines_on_models_of_different_sizes(objects, where, tmp_path):
     """What a launch may have of shared memory is set for the process, not for an engine."""
     program = build(objects, "tests/engines.c", gpu=where)
     for name, hidden in ("small", 64), ("large", 16384):  # 64 KiB, of which a kernel has 48 without asking
@@ -254,3 +275,30 @@ def test_engines_of_models_of_different_sizes(objects, where, tmp_path):
     for order in ["small", "large"], ["large", "small"]:
         done = run(program, *(tmp_path / f"{name}.gguf" for name in order))
         assert done.stdout == b"fine\n" and done.stderr == b""
+
+
+@pytest.fixture(scope="module")
+def sequences_bin(objects, where):
+    return build(objects, "tests/cuda_sequences.cpp", gpu=where)
+
+
+def use_sequences(binary, case, model):
+    done = run(binary, case, model, CUDA_ON_CPU_MULTIPROCESSORS="2")
+    assert done.stdout == b"fine\n" and done.stderr == b"", done
+
+
+@pytest.mark.parametrize("case", ["turns", "copies", "logits"])
+@pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
+def test_sequences_of_an_engine(sequences_bin, tmp_path, hidden, case):
+    """By turns they have the texts of each alone; copies continue alike; logits are the CPU's, wherever they are written."""
+    Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=320, tied=False, seed=3).write_gguf(tmp_path / "m.gguf")
+    use_sequences(sequences_bin, case, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("case", ["shapes", "failures"])
+def test_recordings_are_few_and_failures_are_returned(sequences_bin, tmp_path, where, case):
+    """Of 300 shapes of prompts at most 32 stay recorded; after any call that fails, an engine fails and is stopped as usual."""
+    if where:
+        pytest.skip("the program cannot look into this GPU")
+    Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")
+    use_sequences(sequences_bin, case, tmp_path / "m.gguf")

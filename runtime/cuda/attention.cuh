@@ -11,15 +11,15 @@ typedef struct {
     int width; // head_dim rounded up to a multiple of 8
     int n_heads, n_kv_heads, head_dim;
     bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
-    const Input *input; // its pos is the position of the first token of the call
-} Cache;
+    const Input *input; // its pos is the position of the first token of the batch
+} LayerCache;
 
 // The keys and values that query head h attends to.
 template <typename CacheType> struct HeadCache {
     const CacheType *keys, *values; // (positions, width)
     int width;
 
-    __device__ HeadCache(const Cache &c, int h) : width(c.width) {
+    __device__ HeadCache(const LayerCache &c, int h) : width(c.width) {
         size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
         keys = (const CacheType *)c.keys + head, values = (const CacheType *)c.values + head;
     }
@@ -118,7 +118,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, groups of WARPS tokens); block: WARPS warps.
 template <typename CacheType, int SLICES>
-static __global__ void attention_many(Cache c, float *out, __half *half_copy, const float *q,
+static __global__ void attention_many(LayerCache c, float *out, __half *half_copy, const float *q,
                                       int T) {
     __shared__ float queries[WARPS][MAX_HEAD_DIM];
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -169,8 +169,8 @@ typedef struct {
 // Attends with head h of q (n_heads, head_dim). Thread d returns dimension d of the block's
 // partial softmax. All threads must call it; the first WARPS warps compute.
 template <typename CacheType, int SLICES>
-static __device__ HeadPartial attend_block(const Cache &c, const float *q, const HeadSplit &part,
-                                           AttentionScratch *scratch) {
+static __device__ HeadPartial attend_block(const LayerCache &c, const float *q,
+                                           const HeadSplit &part, AttentionScratch *scratch) {
     int d = threadIdx.x, warp = d / 32, lane = d % 32;
     HeadPartial partial = {};
     HeadCache<CacheType> head(c, part.h);
@@ -215,7 +215,7 @@ static __device__ float merge_partials(const float *partials, int h, int splits,
 // out, q (n_heads, head_dim); partials: see partials_at; counters (n_heads,) zeros.
 // Grid: (n_heads, splits); block: WARPS warps.
 template <typename CacheType, int SLICES>
-static __global__ void attention_one(Cache c, float *out, const float *q, float *partials,
+static __global__ void attention_one(LayerCache c, float *out, const float *q, float *partials,
                                      unsigned *counters) {
     __shared__ AttentionScratch scratch;
     int h = blockIdx.x, splits = gridDim.y, d = threadIdx.x;
@@ -242,7 +242,7 @@ static __device__ void rotate_pair(float &a, float &b, float2 angle) {
 
 // Returns where the cache holds element i of the k (or v) (n_kv_heads, head_dim) of the token at
 // position pos, as an index in c.keys (or c.values).
-static __device__ size_t cache_index(const Cache &c, int i, int pos) {
+static __device__ size_t cache_index(const LayerCache &c, int i, int pos) {
     return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }
 
@@ -254,7 +254,8 @@ typedef struct { const float *bq, *bk, *bv, *q_norm, *k_norm; } HeadWeights;
 // q (T, n_heads, head_dim); k, v (T, n_kv_heads, head_dim).
 // Grid: (n_heads + 2 n_kv_heads, T); block: one warp.
 static __global__ void __launch_bounds__(32)
-    add_biases_and_norms(Cache c, HeadWeights w, float *q, float *k, float *v, float norm_eps) {
+    add_biases_and_norms(LayerCache c, HeadWeights w, float *q, float *k, float *v,
+                         float norm_eps) {
     int head = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
     bool is_q = head < c.n_heads, is_k = !is_q && head < c.n_heads + c.n_kv_heads;
     if (!is_q) head -= is_k ? c.n_heads : c.n_heads + c.n_kv_heads;
@@ -275,7 +276,7 @@ static __global__ void __launch_bounds__(32)
 // q (T, n_heads, head_dim); k, v (T, n_kv_heads, head_dim); rotation (positions, head_dim / 2):
 // cosine and sine. Grid: (groups of pairs, T).
 template <typename CacheType>
-static __global__ void rotate_and_cache(Cache c, float *q, float *k, const float *v,
+static __global__ void rotate_and_cache(LayerCache c, float *q, float *k, const float *v,
                                         const float2 *rotation) {
     int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
     int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;

@@ -31,11 +31,12 @@ enum {
     float *name = (float *)name##_
 #endif
 
-// The position and the tokens of a call of forward. Kernels read them from device memory, so that a
+// What a batch has that differs from pass to pass. Kernels read it from device memory, so that a
 // recorded graph can be replayed with other values.
 typedef struct {
     int pos;           // position of the first token
     int tokens[CHUNK]; // (T,)
+    int rows[CHUNK];   // (n,) of gather
 } Input;
 
 static __device__ float warp_sum(float x) {

@@ -8,6 +8,7 @@
 //   small_ops.cuh, sampling.cuh  kernels: embedding, RMSNorm, SwiGLU; the next token
 //   whole_token.cuh              kernel: one token through the whole model
 //   session.cuh                  struct Cuda (the host's state), errors, memory, launches
+//   cache.cuh                    KV caches of sequences
 //   launch_products.cuh, ops.cuh the ops of Backend as sequences of kernels
 //   launch_token.cuh             when and how whole_token runs
 //   graph.cuh                    ops recorded as a CUDA graph
@@ -17,8 +18,9 @@
 // whole_token can compute the model, otherwise op by op. The matrix products of a prompt run on the
 // tensor cores in half precision; float32 matrices are multiplied in float32 without them. Keys and
 // values are stored in half precision, or in float32 if the model's weights are float32.
-#include "upload.cuh"
+#include "cache.cuh"
 #include "graph.cuh"
+#include "upload.cuh"
 
 static float *cuda_alloc(Backend *b, size_t n) {
     return n < SIZE_MAX / sizeof(float) ? (float *)allocate((Cuda *)b, n * sizeof(float)) : NULL;
@@ -26,16 +28,14 @@ static float *cuda_alloc(Backend *b, size_t n) {
 
 static void cuda_close(Backend *b) {
     Cuda *c = (Cuda *)b;
-    for (auto &same_token_count : c->recordings)
-        for (Recording &r : same_token_count)
-            if (r.exec) CUDA(cudaGraphExecDestroy(r.exec));
-    if (c->pinned) CUDA(cudaHostUnregister(c->pinned)); // the caller's logits
-    for (void *block : *c->blocks) CUDA(cudaFree(block));
+    if (c->first_cache) free_cache(b, c->first_cache);
+    for (Recording &r : c->recordings) drop_recording(&r);
+    for (void *block : *c->blocks) (void)cudaFree(block);
     // The model outlives the backend, so its matrices point to the host's weights again.
     for (const UploadedMat &m : *c->uploaded) *m.mat = m.original;
-    if (c->input_host) CUDA(cudaFreeHost(c->input_host));
-    if (c->best) CUDA(cudaFreeHost(c->best));
-    if (c->stream) CUDA(cudaStreamDestroy(c->stream));
+    if (c->input_host) (void)cudaFreeHost(c->input_host);
+    if (c->best) (void)cudaFreeHost(c->best);
+    if (c->stream) (void)cudaStreamDestroy(c->stream);
     delete c->blocks;
     delete c->uploaded;
     free(c);
@@ -93,59 +93,58 @@ template <typename T> static bool allocate_array(Cuda *c, T **p, size_t n) {
 // Memory left free for the kernels' code, which the driver loads when they are first called.
 enum { KERNEL_CODE_BYTES = 32 << 20 };
 
-// Allocates the session's device memory. Two parts are allocated later, but counted here when the
-// free memory is checked: open_token's vectors, and those of forward (by cuda_alloc). Returns NULL
-// or an error message.
+// Allocates the engine's device memory and the cache of its first sequence. Two parts are allocated
+// later, but counted here when the free memory is checked: open_token's vectors, and those of
+// llama.c (by cuda_alloc). Returns NULL or an error message.
 static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
-    size_t positions = c->cache.positions, rows = std::min<size_t>(CHUNK, positions);
+    size_t positions = c->layer_cache.positions, rows = std::min<size_t>(CHUNK, positions);
     size_t dim = config->dim, hidden_dim = config->hidden_dim;
     size_t q_dim = config->q_dim, kv_dim = config->kv_dim, vocab_size = config->vocab_size;
     size_t half_x = CHUNK * std::max(std::max(dim, hidden_dim), q_dim);
     // attention_one has a counter for each head, matmul_tensor one for each block. The latter has
     // at most one block per multiprocessor, so half of 2 * multiprocessors would suffice for it.
     size_t n_counters = std::max(config->n_heads, 2 * c->multiprocessors);
-    // bytes of the keys of all layers; the values need as many
-    size_t keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
-                        * config->n_kv_heads * positions * c->cache.width;
+    c->keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
+                    * config->n_kv_heads * positions * c->layer_cache.width;
 
     for (Mat *m : matrices(w, config->n_layers)) {
         MatBytes bytes = aligned_bytes_of(m);
         c->values_bytes += bytes.values, c->weights_bytes += bytes.values + bytes.scales;
     }
-    // y, q, k, v, h and h2, allocated below; forward's x (rows, dim), attention_out (rows, q_dim)
+    // y, q, k, v, h and h2, allocated below; llama.c's x (rows, dim), attention_out (rows, q_dim)
     size_t activations = sizeof(float) * rows * (2 * dim + 2 * q_dim + 2 * kv_dim + 2 * hidden_dim);
     activations += sizeof(float) * (rows * vocab_size + count_partials(c));
     activations += 2 * sizeof(__half) * half_x;
     // the rotation (head_dim / 2 pairs for each position); open_token's x, q, attention_out and h
     activations += sizeof(float) * (positions * config->head_dim + 3 * dim + hidden_dim);
-    double needed = (double)c->weights_bytes + 2.0 * keys_bytes + activations + KERNEL_CODE_BYTES;
+    double needed =
+        (double)c->weights_bytes + 2.0 * c->keys_bytes + activations + KERNEL_CODE_BYTES;
 
     size_t free_bytes = 0, total = 0;
-    CUDA(cudaMemGetInfo(&free_bytes, &total));
-    bool ok =
-        needed <= free_bytes && (c->weights = (const uint4 *)allocate(c, c->weights_bytes))
-        && (c->cache.keys = allocate(c, keys_bytes)) && (c->cache.values = allocate(c, keys_bytes))
-        && allocate_array(c, &c->rotation, positions * config->head_dim / 2)
-        && allocate_array(c, &c->y, rows * dim) && allocate_array(c, &c->q, rows * q_dim)
-        && allocate_array(c, &c->k, rows * kv_dim) && allocate_array(c, &c->v, rows * kv_dim)
-        && allocate_array(c, &c->h, rows * hidden_dim)
-        && allocate_array(c, &c->h2, rows * hidden_dim) && allocate_array(c, &c->half_x, half_x)
-        && allocate_array(c, &c->spare_half_x, half_x)
-        && allocate_array(c, &c->logits, rows * vocab_size)
-        && allocate_array(c, &c->partials, count_partials(c))
-        && allocate_array(c, &c->counters, n_counters) && allocate_array(c, &c->input, 1);
+    CUDA(c, cudaMemGetInfo(&free_bytes, &total));
+    bool ok = needed <= free_bytes && (c->weights = (const uint4 *)allocate(c, c->weights_bytes))
+              && (c->first_cache = allocate_cache(c))
+              && allocate_array(c, &c->rotation, positions * config->head_dim / 2)
+              && allocate_array(c, &c->y, rows * dim) && allocate_array(c, &c->q, rows * q_dim)
+              && allocate_array(c, &c->k, rows * kv_dim) && allocate_array(c, &c->v, rows * kv_dim)
+              && allocate_array(c, &c->h, rows * hidden_dim)
+              && allocate_array(c, &c->h2, rows * hidden_dim)
+              && allocate_array(c, &c->half_x, half_x)
+              && allocate_array(c, &c->spare_half_x, half_x)
+              && allocate_array(c, &c->logits, rows * vocab_size)
+              && allocate_array(c, &c->partials, count_partials(c))
+              && allocate_array(c, &c->counters, n_counters) && allocate_array(c, &c->input, 1);
     if (!ok) {
         double gib = 1 << 30;
         return format(e,
                       "the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context "
                       "%.2f), %.2f are free; ask for fewer tokens with -n, or for --device=cpu",
-                      needed / gib, c->weights_bytes / gib, 2 * keys_bytes / gib, free_bytes / gib);
+                      needed / gib, c->weights_bytes / gib, 2 * c->keys_bytes / gib,
+                      free_bytes / gib);
     }
-    // Attention also reads the padding from head_dim to cache.width, which is never written.
-    CUDA(cudaMemset(c->cache.keys, 0, keys_bytes));
-    CUDA(cudaMemset(c->cache.values, 0, keys_bytes));
-    CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
+    c->layer_cache.input = c->input;
+    CUDA(c, cudaMemsetAsync(c->counters, 0, sizeof(unsigned) * n_counters, c->stream));
     return NULL;
 }
 
@@ -173,9 +172,9 @@ static const char *check_model(Model *model, llamac_error *e) {
     return NULL;
 }
 
-// Returns the cache's shape, still without memory.
-static Cache plan_cache(const Config *config, int positions) {
-    Cache cache = {};
+// Returns the shape of a layer of every cache.
+static LayerCache plan_layer_cache(const Config *config, int positions) {
+    LayerCache cache = {};
     cache.positions = positions;
     cache.width = (config->head_dim + 7) / 8 * 8; // 8 halves are a 16-byte load
     cache.n_heads = config->n_heads, cache.n_kv_heads = config->n_kv_heads;
@@ -185,19 +184,28 @@ static Cache plan_cache(const Config *config, int positions) {
 }
 
 // Allocates memory and uploads the weights. Returns NULL or an error message.
-static const char *open_memory(Cuda *c, Model *model, llamac_error *e) {
+static const char *open_memory(Cuda *c, Model *model, const Opening *o, llamac_error *e) {
+    CUDA(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     const char *wrong = allocate_all(c, &model->weights, e);
     if (wrong) return wrong;
     c->input_host = (Input *)allocate_pinned(sizeof(Input));
     if (c->input_host) c->best = (int *)allocate_pinned(sizeof(int));
     if (!c->best) return NOT_PINNED;
-    c->cache.input = c->input;
-    CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     upload_rotation(c, model->weights.frequencies);
-    return upload(c, &model->weights);
+    return upload(c, &model->weights, o);
 }
 
-const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *e) {
+// Finds out what the driver allows, and waits for the copies of open_memory.
+static void try_driver(Cuda *c, const Weights *w) {
+    // try_recording records a launch of convert. A kernel's first launch loads its code, which is
+    // not possible during a recording, so convert is launched once before.
+    launch(c, convert, 1, 256, 0, c->half_x, c->partials, 1);
+    c->can_record = try_recording(c);
+    open_token(c, w, c->first_cache);
+    CUDA(c, cudaDeviceSynchronize());
+}
+
+const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, llamac_error *e) {
     const char *wrong = check_model(model, e);
     if (wrong) return wrong;
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
@@ -205,24 +213,24 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     c->blocks = new std::vector<void *>, c->uploaded = new std::vector<UploadedMat>;
     c->config = model->config;
     c->float_cache = model->weights.layers[0].wk.type == F32;
-    c->cache = plan_cache(&model->config, positions);
+    c->layer_cache = plan_layer_cache(&model->config, o->positions);
     // Attention of one token divides a head's positions into up to 16 splits, one per block. Each
     // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096.
-    c->splits = std::min((positions + 255) / 256, 16);
+    c->splits = std::min((o->positions + 255) / 256, 16);
     wrong = find_device(c, e);
-    if (!wrong) wrong = open_memory(c, model, e);
+    if (!wrong) wrong = open_memory(c, model, o, e);
+    if (!wrong) try_driver(c, &model->weights);
+    if (has_failed(c)) {
+        snprintf(e->text, sizeof e->text, "%s; --device=cpu computes without", c->failure);
+        wrong = e->text;
+    }
     if (wrong) return cuda_close(&c->ops), wrong;
-
-    // try_recording records a launch of convert. A kernel's first launch loads its code, which is
-    // not possible during a recording, so convert is launched once before.
-    launch(c, convert, 1, 256, 0, c->half_x, c->partials, 1);
-    c->can_record = try_recording(c);
-    open_token(c, &model->weights);
-    CUDA(cudaDeviceSynchronize());
     Backend *b = &c->ops;
-    b->chunk = CHUNK, b->begin = begin, b->end = end, b->alloc = cuda_alloc, b->embed = embed;
-    b->attention = attention, b->add_product = add_product, b->feed_forward = feed_forward;
-    b->logits = logits, b->choose = choose, b->bandwidth = bandwidth, b->close = cuda_close;
+    b->chunk = CHUNK, b->max_runs = 1, b->begin = begin, b->end = end, b->alloc = cuda_alloc;
+    b->new_cache = new_cache, b->free_cache = free_cache, b->reserve = reserve, b->share = share;
+    b->embed = embed, b->attention = attention, b->add_product = add_product;
+    b->feed_forward = feed_forward, b->gather = gather, b->logits = logits, b->choose = choose;
+    b->bandwidth = bandwidth, b->failure = failure, b->close = cuda_close;
     *backend = b;
     return NULL;
 }

@@ -43,8 +43,8 @@ template <int D> struct Flash {
 
     // Loads the block's queries of head h, from token t0 on, to qs (QUERIES, QKV_PITCH).
     // q (T, n_heads, head_dim)
-    static __device__ void load_queries(__half *qs, const float *q, const Cache &c, int h, int t0,
-                                        int T) {
+    static __device__ void load_queries(__half *qs, const float *q, const LayerCache &c, int h,
+                                        int t0, int T) {
 #pragma unroll 16
         for (int i = threadIdx.x; i < QUERIES * D / 2; i += 32 * N_WARPS) {
             int t = t0 + i / (D / 2), d = i % (D / 2) * 2;
@@ -137,7 +137,7 @@ template <int D> struct Flash {
 
     // Stores this warp's sums (16, D), divided by their rows' sums of weights. `sum` is the
     // whole sum of this lane's row, the same in both lanes of a row. scratch (16, SCORE_PITCH).
-    static __device__ void store(Sums sums[D / 16], float *scratch, float sum, const Cache &c,
+    static __device__ void store(Sums sums[D / 16], float *scratch, float sum, const LayerCache &c,
                                  const FlashOutput &to) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
         size_t at = ((size_t)(to.t + row) * c.n_heads + to.h) * c.head_dim + begin;
@@ -167,7 +167,7 @@ template <int D> struct Flash {
 // block: Flash<D>::N_WARPS warps.
 template <int D>
 static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
-    attention_tiles(Cache c, float *out, __half *half_copy, const float *q, int T) {
+    attention_tiles(LayerCache c, float *out, __half *half_copy, const float *q, int T) {
     typedef Flash<D> F;
     __shared__ __align__(128) __half qs[F::QUERIES * F::QKV_PITCH];
     __shared__ __align__(128) __half ks[F::KEYS * F::QKV_PITCH], vs[F::KEYS * F::QKV_PITCH];

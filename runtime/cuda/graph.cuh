@@ -1,46 +1,77 @@
-// The Backend's begin and end. The ops of a call of forward are launched one by one in the first
-// call, recorded as a CUDA graph in the second, and replayed from the graph in later ones, which
-// spares the launches. One token is computed by whole_token instead, if that can run.
+// The Backend's begin and end. The ops of a pass are launched one by one the first time that a
+// sequence has a pass of its shape, recorded as a CUDA graph the second time, and replayed from the
+// graph after that, which spares the launches. One token is computed by whole_token instead, if
+// that can run.
 #pragma once
+#include "cache.cuh"
 #include "launch_token.cuh"
 
-// Returns whether forward must call the ops. The first call with this T and all_logits runs op by
-// op: it loads the kernels, which cannot be recorded, and sets c->out, which launch_token needs.
-// The second call is recorded if the driver can do so; later calls replay the recording.
-static bool begin(Backend *b, const int *tokens, int T, int pos, bool all_logits) {
+static bool is_same(const PassShape &a, const PassShape &b) {
+    return a.cache == b.cache && a.T == b.T && a.n_wanted == b.n_wanted && a.on_host == b.on_host;
+}
+
+// Returns the recording of a shape. If there is none, makes an unused recording, or the one that
+// was used least recently, one of this shape and returns NULL: the first pass runs op by op, because
+// it loads the kernels, which is not possible during a recording.
+static Recording *find_recording(Cuda *c, const PassShape &shape) {
+    Recording *oldest = c->recordings;
+    c->n_passes++;
+    for (Recording &r : c->recordings) {
+        if (is_same(r.shape, shape)) return r.last_pass = c->n_passes, &r;
+        if (r.last_pass < oldest->last_pass) oldest = &r; // 0 if it is unused
+    }
+    drop_recording(oldest);
+    *oldest = {shape, NULL, c->n_passes};
+    return NULL;
+}
+
+// Writes what the kernels read of a batch to c->input_host.
+static void fill_input(Cuda *c, const Batch *batch) {
+    c->input_host->pos = batch->runs->pos;
+    memcpy(c->input_host->tokens, batch->tokens, sizeof(int) * batch->T);
+    memcpy(c->input_host->rows, batch->wanted, sizeof(int) * batch->n_wanted);
+}
+
+// Returns whether the ops must be called.
+static bool begin(Backend *b, const Batch *batch) {
     Cuda *c = (Cuda *)b;
-    Recording *r = &c->recordings[T][all_logits];
-    c->in_pass = true;
-    if (T == 1 && r->warmed_up && has_whole_token(c)) {
-        launch_token(c, tokens[0], pos);
+    const Run *run = batch->runs;
+    int T = batch->T, n_wanted = batch->n_wanted;
+    c->in_pass = true, c->batch = *batch, c->recording = NULL;
+    if (has_failed(c)) return false;
+    // whole_token would replace the logits of an earlier pass, so it is not used if none are wanted
+    if (T == 1 && n_wanted == 1 && has_whole_token(c)) {
+        CUDA(c, try_launch_token(c, run->cache, batch->tokens[0], run->pos));
         return false;
     }
-    c->recording = r->warmed_up && c->can_record ? r : NULL;
-    if (r->exec) { // the graph begins with the copy of input_host to the device
-        c->input_host->pos = pos;
-        memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
-        return false;
-    }
-    if (c->recording) CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-    r->warmed_up = true;
-    send_input(c, tokens, T, pos);
+    fill_input(c, batch);
+    PassShape shape = {run->cache, T, n_wanted, batch->logits != NULL};
+    if (c->can_record) c->recording = find_recording(c, shape);
+    if (c->recording && c->recording->exec) return false;
+    if (c->recording) CUDA(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
+    send_tokens(c, T);
+    if (n_wanted > 0 && n_wanted < T) send_rows(c, n_wanted); // llama.c will call gather
     return true;
 }
 
-// Ends a recording, launches the graph if there is one, and waits for the results.
+// Ends the recording of a pass. After a failure, too, the stream must leave the recording.
+static void finish_recording(Cuda *c, Recording *r) {
+    cudaGraph_t graph = NULL;
+    cudaError_t e = cudaStreamEndCapture(c->stream, &graph);
+    check(c, e, "cudaStreamEndCapture", __FILE__, __LINE__);
+    CUDA(c, cudaGraphInstantiate(&r->exec, graph, 0));
+    if (graph) (void)cudaGraphDestroy(graph);
+}
+
+// Launches the recording if there is one, copies the logits to the host, and waits for the results.
 static void end(Backend *b) {
     Cuda *c = (Cuda *)b;
     Recording *r = c->recording;
-    if (r && !r->exec) {
-        cudaGraph_t graph;
-        CUDA(cudaStreamEndCapture(c->stream, &graph));
-        CUDA(cudaGraphInstantiate(&r->exec, graph, 0));
-        CUDA(cudaGraphDestroy(graph));
-    }
-    if (r) CUDA(cudaGraphLaunch(r->exec, c->stream));
-    CUDA(cudaStreamSynchronize(c->stream));
-    c->in_pass = false, c->half_x_source = NULL;
-    c->recording = NULL;
+    if (r && !r->exec) finish_recording(c, r);
+    if (r) CUDA(c, cudaGraphLaunch(r->exec, c->stream));
+    if (c->batch.logits && c->batch.n_wanted) copy_logits(c, c->batch.logits, c->batch.n_wanted);
+    CUDA(c, cudaStreamSynchronize(c->stream));
+    c->in_pass = false, c->half_x_source = NULL, c->recording = NULL;
 }
 
 // Returns whether the driver can record a launch and replay it. Some setups that share a GPU do not
@@ -55,8 +86,8 @@ static bool try_recording(Cuda *c) {
     }
     ok = ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess
          && cudaGraphLaunch(exec, c->stream) == cudaSuccess;
-    if (exec) CUDA(cudaGraphExecDestroy(exec));
-    if (graph) CUDA(cudaGraphDestroy(graph));
+    if (exec) (void)cudaGraphExecDestroy(exec);
+    if (graph) (void)cudaGraphDestroy(graph);
     (void)cudaGetLastError();
     return ok;
 }

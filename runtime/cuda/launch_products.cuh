@@ -55,8 +55,8 @@ static bool launch_matvec(Cuda *c, const Products &products, const float *x) {
     int resident = 0; // blocks on a multiprocessor
     if (shared > c->max_shared) return false;
     if (shared > DEFAULT_SHARED) raise_shared_limit(c, (const void *)kernel);
-    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, (const void *)kernel, 32 * WARPS,
-                                                       shared));
+    CUDA(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, (const void *)kernel,
+                                                          32 * WARPS, shared));
     unsigned blocks = ceil_div(count_groups(products, WARP_ROWS), WARPS);
     unsigned max_blocks = c->multiprocessors * std::max(resident, 1);
     launch(c, kernel, std::min(blocks, max_blocks), 32 * WARPS, shared, products, x, w.cols);

@@ -29,11 +29,12 @@ static WholeTokenKernel *whole_token_kernel(Type layers, Type output) {
     }
 }
 
-static cudaError_t try_launch_token(Cuda *c, int token, int pos) {
+static cudaError_t try_launch_token(Cuda *c, const Cache *cache, int token, int pos) {
     cudaLaunchAttribute cooperative = {}; // all blocks are resident at once, as grid_barrier needs
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
-    const TokenPlan &t = c->token;
+    TokenPlan t = c->token;
+    t.cache.keys = cache->keys, t.cache.values = cache->values;
     WholeTokenKernel *kernel =
         whole_token_kernel(t.products[QKV].w.type, t.products[LOGITS].w.type);
     return try_launch(c, &cooperative, kernel, c->multiprocessors, BLOCK_THREADS,
@@ -41,13 +42,6 @@ static cudaError_t try_launch_token(Cuda *c, int token, int pos) {
 }
 
 static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
-
-// Computes a token. Copies its logits to c->out, unless that is NULL.
-static void launch_token(Cuda *c, int token, int pos) {
-    CUDA(try_launch_token(c, token, pos));
-    size_t bytes = sizeof(float) * c->config.vocab_size;
-    if (c->out) CUDA(cudaMemcpyAsync(c->out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
-}
 
 // ----------------------------------------------------------------------------
 // The plan
@@ -152,34 +146,34 @@ static bool plan_shared(const Cuda *c, TokenPlan *t) {
 }
 
 // Prepares whole_token. Leaves c->token.slots at 0 if the model, the GPU or the driver does not
-// allow it.
-static void open_token(Cuda *c, const Weights *w) {
+// allow it. cache: an empty one, for a trial.
+static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
     const Config *config = &c->config;
     TokenPlan t = {};
     if (!FUSED || !c->cooperative || !plan_products(c, w, &t) || !plan_shared(c, &t)) return;
-    size_t rows = (size_t)c->cache.n_kv_heads * c->cache.positions; // of the keys of a layer
     t.n_layers = config->n_layers, t.table = w->token_embedding;
-    t.cache = c->cache, t.max_splits = c->splits;
-    t.stride.cache = (c->float_cache ? sizeof(float) : sizeof(__half)) * rows * c->cache.width;
+    t.cache = c->layer_cache, t.max_splits = c->splits;
+    t.stride.cache = c->keys_bytes / config->n_layers;
     t.rotation = c->rotation, t.norm_eps = config->norm_eps;
     t.partials = c->partials, t.logits = c->logits, t.best = c->best;
 
     const void *kernel = (const void *)whole_token_kernel(w->layers->wq.type, w->output.type);
     int resident = 0; // blocks that fit on a multiprocessor
     raise_shared_limit(c, kernel);
-    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, BLOCK_THREADS,
-                                                       token_shared_bytes(t)));
+    CUDA(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, BLOCK_THREADS,
+                                                          token_shared_bytes(t)));
     t.x = (float *)allocate(c, sizeof(float) * (3 * (size_t)config->dim + config->hidden_dim));
     t.largest = (Largest *)allocate(c, sizeof(Largest) * c->multiprocessors);
     t.arrived = (unsigned *)allocate(c, sizeof(unsigned));
     if (!resident || !t.x || !t.largest || !t.arrived) return;
     t.q = t.x + config->dim, t.attention_out = t.q + config->dim;
     t.h = t.attention_out + config->dim;
-    CUDA(cudaMemset(t.arrived, 0, sizeof(unsigned)));
+    CUDA(c, cudaMemsetAsync(t.arrived, 0, sizeof(unsigned), c->stream));
+    if (has_failed(c)) return;
     c->token = t;
     // A trial run, to see whether the driver allows it. It writes to the cache at position 0, which
     // the first token overwrites.
-    if (try_launch_token(c, 0, 0) == cudaSuccess) return;
+    if (try_launch_token(c, cache, 0, 0) == cudaSuccess) return;
     (void)cudaGetLastError();
     c->token.slots = 0;
 }

@@ -9,7 +9,10 @@
 
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;
-    if (!c->in_pass) send_input(c, tokens, T, 0);
+    if (!c->in_pass) { // begin has sent those of a pass
+        memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
+        send_tokens(c, T);
+    }
     launch(c, embed_rows, ceil_div((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
 }
 
@@ -22,19 +25,18 @@ static void rmsnorm(Cuda *c, float *out, const float *x, const Mat *weight, int 
 // ----------------------------------------------------------------------------
 // Attention
 
-// Returns the cache of a layer.
-static Cache layer_cache(const Cuda *c, int layer) {
-    Cache cache = c->cache;
-    size_t elements = (size_t)cache.n_kv_heads * cache.positions * cache.width;
-    size_t offset = (c->float_cache ? sizeof(float) : sizeof(__half)) * elements * layer;
-    cache.keys = (char *)cache.keys + offset, cache.values = (char *)cache.values + offset;
-    return cache;
+// Returns a layer of a cache.
+static LayerCache layer_of(const Cuda *c, const Cache *cache, int layer) {
+    LayerCache at = c->layer_cache;
+    size_t offset = c->keys_bytes / c->config.n_layers * layer;
+    at.keys = (char *)cache->keys + offset, at.values = (char *)cache->values + offset;
+    return at;
 }
 
 // In the functions launch_*, out and q are (T, n_heads, head_dim).
 
 // Many tokens, float32 cache.
-static void launch_plain(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+static void launch_plain(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
     auto kernel = cache.width <= 64    ? attention_many<float, 1>
                   : cache.width <= 128 ? attention_many<float, 2>
                                        : attention_many<float, 4>;
@@ -44,7 +46,7 @@ static void launch_plain(Cuda *c, const Cache &cache, float *out, const float *q
 
 // Many tokens, half precision cache.
 template <int D>
-static void launch_flash(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+static void launch_flash(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
     dim3 grid(cache.n_heads, ceil_div(T, Flash<D>::QUERIES));
     launch(c, attention_tiles<D>, grid, 32 * Flash<D>::N_WARPS, 0, cache, out,
            half_copy_for(c, out, T), q, T);
@@ -52,7 +54,7 @@ static void launch_flash(Cuda *c, const Cache &cache, float *out, const float *q
 
 // One token.
 template <typename CacheType>
-static void launch_one(Cuda *c, const Cache &cache, float *out, const float *q) {
+static void launch_one(Cuda *c, const LayerCache &cache, float *out, const float *q) {
     auto kernel = cache.width <= 64    ? attention_one<CacheType, 1>
                   : cache.width <= 128 ? attention_one<CacheType, 2>
                                        : attention_one<CacheType, 4>;
@@ -60,7 +62,7 @@ static void launch_one(Cuda *c, const Cache &cache, float *out, const float *q) 
     launch(c, kernel, grid, 32 * WARPS, 0, cache, out, q, c->partials, c->counters);
 }
 
-static void launch_attention(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+static void launch_attention(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
     if (T == 1 && c->float_cache) return launch_one<float>(c, cache, out, q);
     if (T == 1) return launch_one<__half>(c, cache, out, q);
     if (c->float_cache) return launch_plain(c, cache, out, q, T);
@@ -80,13 +82,17 @@ static bool has_biases_or_norms(const HeadWeights &w) {
     return w.bq || w.bk || w.bv || w.q_norm || w.k_norm;
 }
 
-static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos,
-                      int T) {
+static void attention(Backend *b, const Batch *batch, int layer, const Layer *w, float *out,
+                      const float *x) {
     Cuda *c = (Cuda *)b;
-    Cache cache = layer_cache(c, layer);
+    int T = batch->T;
+    LayerCache cache = layer_of(c, batch->runs->cache, layer);
     Product qkv[] = {{c->q, w->wq, false}, {c->k, w->wk, false}, {c->v, w->wv, false}};
     size_t pairs = (c->config.q_dim + 2 * (size_t)c->config.kv_dim) / 2;
-    if (!c->in_pass) send_input(c, NULL, 0, pos);
+    if (!c->in_pass) {
+        c->input_host->pos = batch->runs->pos;
+        send_tokens(c, 0);
+    }
     rmsnorm(c, c->y, x, &w->attention_norm, T);
     matmul(c, qkv, 3, c->y, T);
     HeadWeights heads = head_weights(w);
@@ -123,66 +129,69 @@ static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
 // ----------------------------------------------------------------------------
 // Logits and the next token
 
-// Pins the caller's memory for the logits, so that the GPU writes to it directly. If the system
-// refuses, the copy is slower.
-static void pin(Cuda *c, void *memory, size_t bytes) {
-    if (c->pinned == memory && bytes <= c->pinned_bytes) return;
-    if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
-    bool done = cudaHostRegister(memory, bytes, cudaHostRegisterDefault) == cudaSuccess;
-    if (!done) (void)cudaGetLastError();
-    c->pinned = done ? memory : NULL, c->pinned_bytes = done ? bytes : 0;
+static void gather(Backend *b, float *x, const int *rows, int n) {
+    Cuda *c = (Cuda *)b;
+    if (!c->in_pass) { // begin has sent those of a pass
+        memcpy(c->input_host->rows, rows, sizeof(int) * n);
+        send_rows(c, n);
+    }
+    int dim = c->config.dim;
+    launch(c, gather_rows, ceil_div(dim, 128), 128, 0, x, c->input, n, dim);
+    c->half_x_source = NULL; // it may be x
+}
+
+// Copies n rows of logits to host memory. The copy is not part of a recording, because the memory
+// may be another in each pass.
+static void copy_logits(Cuda *c, float *to, int n) {
+    size_t bytes = sizeof(float) * n * c->config.vocab_size;
+    CUDA(c, cudaMemcpyAsync(to, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
 }
 
 static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x,
                    int T) {
     Cuda *c = (Cuda *)b;
-    size_t bytes = sizeof(float) * T * output->rows;
     Product product = {c->logits, *output, false};
-    c->out = out;
     rmsnorm(c, c->y, x, norm, T);
     matmul(c, &product, 1, c->y, T);
-    if (out) {
-        if (!c->recording) pin(c, out, bytes); // memory cannot be pinned while a graph is recorded
-        CUDA(cudaMemcpyAsync(out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
-    } else {
-        launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
-    }
-    if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream));
+    if (!out) launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
+    else if (!c->in_pass) copy_logits(c, out, T); // at the end of a pass, `end` does it
+    finish_op(c);
 }
 
 static int choose(Backend *b, float temperature, float topp, float coin) {
     Cuda *c = (Cuda *)b;
     int best = *c->best;
+    if (has_failed(c)) return -1;
     if (best < 0 || temperature == 0) return best; // -1: a logit is not finite
     Distribution distribution = {c->logits, c->config.vocab_size, 0, 1 / temperature};
     launch(c, sample_token, 1, SAMPLER_THREADS, 0, c->best, distribution, best, topp, coin);
-    CUDA(cudaStreamSynchronize(c->stream));
+    CUDA(c, cudaStreamSynchronize(c->stream));
     int sampled = *c->best;
     *c->best = best; // choose may be called again for the same logits
-    return sampled;
+    return has_failed(c) ? -1 : sampled;
 }
 
 // ----------------------------------------------------------------------------
 // Bandwidth
 
 // Returns the bytes per second of the fastest of 20 reads of the first n bytes of the weights on
-// the device. The pointer to the host's weights is unused.
+// the device; 0 after a failure. The pointer to the host's weights is unused.
 static double bandwidth(Backend *b, const void *, size_t n) {
     Cuda *c = (Cuda *)b;
-    cudaEvent_t start, stop;
-    CUDA(cudaEventCreate(&start));
-    CUDA(cudaEventCreate(&stop));
+    cudaEvent_t start = {}, stop = {};
+    CUDA(c, cudaEventCreate(&start));
+    CUDA(c, cudaEventCreate(&stop));
     size_t words = std::min(n, c->weights_bytes) / 16;
-    float best = INFINITY, ms;
+    float best = INFINITY, ms = INFINITY;
     for (int pass = 0; pass < 20; pass++) {
-        CUDA(cudaEventRecord(start, c->stream));
+        CUDA(c, cudaEventRecord(start, c->stream));
         launch(c, read_memory, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
-        CUDA(cudaEventRecord(stop, c->stream));
-        CUDA(cudaEventSynchronize(stop));
-        CUDA(cudaEventElapsedTime(&ms, start, stop));
+        CUDA(c, cudaEventRecord(stop, c->stream));
+        CUDA(c, cudaEventSynchronize(stop));
+        CUDA(c, cudaEventElapsedTime(&ms, start, stop));
         best = std::min(best, ms);
     }
-    CUDA(cudaEventDestroy(start));
-    CUDA(cudaEventDestroy(stop));
+    if (start) (void)cudaEventDestroy(start);
+    if (stop) (void)cudaEventDestroy(stop);
     return words * 16 / (best * 1e-3);
 }

@@ -1,17 +1,29 @@
-// struct Cuda, the host's state of a session on the GPU; its memory; launches of kernels.
+// struct Cuda, the host's state of an engine on the GPU; errors; its memory; launches of kernels.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 #include <vector>
 #include "whole_token.cuh"
 
-// The ops of forward, recorded as a CUDA graph. All calls with the same T and the same all_logits
-// (see Backend.begin) share one.
+// The KV cache of a sequence, on the device: all layers, one after another.
+struct Cache { void *keys, *values; }; // (n_layers, n_kv_heads, positions, width) each
+
+// What is the same in all passes that replay a recording.
 typedef struct {
-    bool warmed_up;       // the ops were called once, which also loaded their kernels
-    cudaGraphExec_t exec; // NULL until they are recorded
+    const Cache *cache;
+    int T, n_wanted;
+    bool on_host; // the logits are copied to the host, else `choose` reads them on the device
+} PassShape;
+
+// The ops of a pass, recorded as a CUDA graph.
+typedef struct {
+    PassShape shape;      // shape.cache is NULL if the recording is unused
+    cudaGraphExec_t exec; // NULL until the second pass of this shape
+    uint64_t last_pass;   // number of the latest pass of this shape
 } Recording;
+
+// Max recordings of an engine. Each takes memory on the host and on the device.
+enum { MAX_RECORDINGS = 32 };
 
 // A matrix of the model, which points to device memory now, and what it was before.
 typedef struct { Mat *mat, original; } UploadedMat;
@@ -25,19 +37,26 @@ typedef struct {
     bool cooperative;  // whether the GPU can run whole_token
     bool can_record;   // whether the driver can record graphs
 
-    // Calls of forward
-    bool in_pass;                       // a pass is a call of forward, from begin to end
-    Recording recordings[CHUNK + 1][2]; // [T][all_logits]
-    Recording *recording;               // the one that this pass records or replays, or NULL
-    Input *input, *input_host;          // on the device; in pinned host memory
+    // The text of the first error of a CUDA call, after which no other is called; empty: none
+    char failure[256];
+
+    // Passes
+    bool in_pass;      // a pass is a call of forward, from begin to end
+    Batch batch;       // of the pass
+    uint64_t n_passes; // that looked for a recording, so far
+    Recording recordings[MAX_RECORDINGS];
+    Recording *recording;      // the one that this pass records or replays, or NULL
+    Input *input, *input_host; // on the device; in pinned host memory
 
     // Memory
     std::vector<void *> *blocks;        // all allocations on the device; close frees them
     std::vector<UploadedMat> *uploaded; // close restores their originals
     const uint4 *weights;               // quantized values of all matrices, then all scales
     size_t weights_bytes, values_bytes; // size of values and scales; size of the values
-    Cache cache;                        // all layers, one after another; its pointers are layer 0's
-    bool float_cache;                   // the elements of the cache are float, else __half
+    LayerCache layer_cache;             // the shape of every cache; it has no keys and values
+    size_t keys_bytes;                  // of the keys of a cache; the values need as many
+    bool float_cache;                   // the elements of a cache are float, else __half
+    Cache *first_cache;                 // allocated by open for the first sequence; else NULL
     float2 *rotation;                   // (positions, head_dim / 2): cosine and sine (RoPE)
     float *y, *q, *k, *v, *h, *h2;      // temporaries: y (max T, dim), q (max T, q_dim),
                                         // k and v (max T, kv_dim), h and h2 (max T, hidden_dim)
@@ -49,11 +68,8 @@ typedef struct {
 
     // Results
     float *logits; // (max T, vocab_size) on the device
-    float *out;    // host memory that the last call of `logits` copied to; NULL: it copied nothing
-    void *pinned;  // the same memory if it has been pinned for fast copies, else NULL
-    size_t pinned_bytes;
-    int *best; // in pinned host memory: index of the largest logit, or -1 if any logit is not
-               // finite. `choose` uses it for the sampled token, then restores it
+    int *best;     // in pinned host memory: index of the largest logit, or -1 if any logit is not
+                   // finite. `choose` uses it for the sampled token, then restores it
 
     TokenPlan token; // how whole_token runs; token.slots is 0 if it cannot
 } Cuda;
@@ -61,16 +77,24 @@ typedef struct {
 // ----------------------------------------------------------------------------
 // Errors
 
-// Prints an error of a CUDA call and ends the process. Such an error comes from the machine or from
-// a bug in this backend, and the GPU cannot be used afterwards.
-static void check(cudaError_t e, const char *call, const char *file, int line) {
-    if (e == cudaSuccess) return;
-    fflush(stdout);
-    fprintf(stderr, "run: cuda: %s (%s:%d: %.60s)\n", cudaGetErrorString(e), file, line, call);
-    _exit(1);
+static bool has_failed(const Cuda *c) { return c->failure[0]; }
+
+// Notes the error of a CUDA call, if it is the first. Such an error comes from the machine or from a
+// bug in this backend, and the GPU cannot be used afterwards.
+static void check(Cuda *c, cudaError_t e, const char *call, const char *file, int line) {
+    if (e == cudaSuccess || has_failed(c)) return;
+    const char *slash = strrchr(file, '/');
+    snprintf(c->failure, sizeof c->failure, "the GPU failed: %.120s (%s:%d: %.60s)",
+             cudaGetErrorString(e), slash ? slash + 1 : file, line, call);
 }
 
-#define CUDA(call) check(call, #call, __FILE__, __LINE__)
+// Calls a function of CUDA, unless an earlier call failed.
+#define CUDA(c, call) (has_failed(c) ? (void)0 : check(c, call, #call, __FILE__, __LINE__))
+
+static const char *failure(const Backend *b) {
+    const Cuda *c = (const Cuda *)b;
+    return has_failed(c) ? c->failure : NULL;
+}
 
 // Writes a message with up to four numbers to e->text. Returns it.
 static const char *format(llamac_error *e, const char *text, double a, double b, double c,
@@ -82,13 +106,19 @@ static const char *format(llamac_error *e, const char *text, double a, double b,
 // ----------------------------------------------------------------------------
 // Memory
 
-// Allocates device memory, which close frees. Returns NULL if too little is free.
-static void *allocate(Cuda *c, size_t bytes) {
+// Allocates device memory. Returns NULL if too little is free.
+static void *allocate_device(size_t bytes) {
     void *block = NULL;
-    if (cudaMalloc(&block, bytes ? bytes : 1) == cudaSuccess)
-        return c->blocks->push_back(block), block;
+    if (cudaMalloc(&block, bytes ? bytes : 1) == cudaSuccess) return block;
     (void)cudaGetLastError(); // clears the error, which a later check would report
     return NULL;
+}
+
+// The same for memory that close frees.
+static void *allocate(Cuda *c, size_t bytes) {
+    void *block = allocate_device(bytes);
+    if (block) c->blocks->push_back(block);
+    return block;
 }
 
 // Allocates pinned host memory: the system never moves it, so the GPU copies it or writes to it
@@ -126,28 +156,39 @@ static cudaError_t try_launch(Cuda *c, cudaLaunchAttribute *attribute, void (*ke
 template <typename... P>
 static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                    typename Identity<P>::type... args) {
-    CUDA(try_launch(c, NULL, kernel, grid, threads, shared, args...));
+    CUDA(c, try_launch(c, NULL, kernel, grid, threads, shared, args...));
 }
 
 enum { DEFAULT_SHARED = 48 << 10 }; // bytes of shared memory that every launch may ask for
 
 // Raises a kernel's limit of dynamic shared memory to the GPU's. The limit is set for the whole
-// process: if each session set only what its launches need, a session on a smaller model would
+// process: if each engine set only what its launches need, an engine on a smaller model would
 // lower the limit of one on a larger model.
-static void raise_shared_limit(const Cuda *c, const void *kernel) {
-    cudaFuncAttributes code;
-    CUDA(cudaFuncGetAttributes(&code, kernel));
+static void raise_shared_limit(Cuda *c, const void *kernel) {
+    cudaFuncAttributes code = {};
+    CUDA(c, cudaFuncGetAttributes(&code, kernel));
     int limit = (int)(c->max_shared - code.sharedSizeBytes);
-    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
+    CUDA(c, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
 }
 
 static unsigned ceil_div(size_t n, size_t by) { return (unsigned)((n + by - 1) / by); }
 
-// Starts the copy of pos and tokens (T,) to c->input. Ops that need only pos pass NULL and T 0.
-static void send_input(Cuda *c, const int *tokens, int T, int pos) {
-    c->input_host->pos = pos;
-    if (tokens) memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
+// Waits for the stream outside a pass, where the next call may overwrite what this one reads.
+static void finish_op(Cuda *c) {
+    if (!c->in_pass) CUDA(c, cudaStreamSynchronize(c->stream));
+}
+
+// Starts the copy of pos and the T tokens of c->input_host to the device. Ops that need only pos
+// pass 0.
+static void send_tokens(Cuda *c, int T) {
     size_t bytes = sizeof(int) * (1 + T);
-    CUDA(cudaMemcpyAsync(c->input, c->input_host, bytes, cudaMemcpyHostToDevice, c->stream));
-    if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream)); // a next call may overwrite input_host
+    CUDA(c, cudaMemcpyAsync(c->input, c->input_host, bytes, cudaMemcpyHostToDevice, c->stream));
+    finish_op(c);
+}
+
+// Starts the copy of n rows of c->input_host to the device.
+static void send_rows(Cuda *c, int n) {
+    CUDA(c, cudaMemcpyAsync(c->input->rows, c->input_host->rows, sizeof(int) * n,
+                            cudaMemcpyHostToDevice, c->stream));
+    finish_op(c);
 }

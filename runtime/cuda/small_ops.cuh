@@ -1,5 +1,5 @@
-// The small operations: embedding, RMSNorm, SwiGLU, and a kernel that only reads memory, which
-// measures the bandwidth.
+// The small operations: embedding, RMSNorm, SwiGLU, choosing rows, and a kernel that only reads
+// memory, which measures the bandwidth.
 #pragma once
 #include "formats.cuh"
 
@@ -37,6 +37,25 @@ static __global__ void __launch_bounds__(512)
 static __global__ void apply_swiglu(float *gate, __half *half_copy, const float *up, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) store_with_copy(gate, half_copy, i, swiglu(gate[i], up[i]));
+}
+
+// Overwrites row i of x (T, dim) with row input->rows[i], for i from 0 to n - 1. The rows ascend, so
+// row i is not among those that later ones come from: GATHER_BATCH rows may be loaded before the
+// first is stored. A thread handles one column.
+enum { GATHER_BATCH = 8 };
+
+static __global__ void gather_rows(float *x, const Input *input, int n, int dim) {
+    int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= dim) return;
+    for (int i = 0; i < n; i += GATHER_BATCH) {
+        float values[GATHER_BATCH];
+#pragma unroll
+        for (int j = 0; j < GATHER_BATCH; j++)
+            values[j] = x[(size_t)input->rows[min(i + j, n - 1)] * dim + column];
+#pragma unroll
+        for (int j = 0; j < GATHER_BATCH; j++)
+            if (i + j < n) x[(size_t)(i + j) * dim + column] = values[j];
+    }
 }
 
 // Reads n 16-byte words and adds them up. The compiler would remove loads whose result is unused,

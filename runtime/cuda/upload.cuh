@@ -55,7 +55,7 @@ static std::vector<Mat *> matrices(Weights *w, int n_layers) {
 static const size_t BUFFER_BYTES = 32 << 20;
 
 typedef struct {
-    cudaStream_t stream;
+    Cuda *c;
     char *buffers[2];
     cudaEvent_t copied[2]; // the copy of buffers[i] has finished, so it may be filled again
     int current;           // index of the buffer that was filled last
@@ -64,14 +64,14 @@ typedef struct {
 // Switches to the other buffer and waits until its last copy has finished. Returns the buffer.
 static char *next_buffer(Upload *u) {
     u->current = !u->current;
-    CUDA(cudaEventSynchronize(u->copied[u->current]));
+    CUDA(u->c, cudaEventSynchronize(u->copied[u->current]));
     return u->buffers[u->current];
 }
 
 // Starts the copy of n bytes to device memory `to`. `from` points into the current buffer.
 static void send(Upload *u, void *to, const char *from, size_t n) {
-    CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->stream));
-    CUDA(cudaEventRecord(u->copied[u->current], u->stream));
+    CUDA(u->c, cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->c->stream));
+    CUDA(u->c, cudaEventRecord(u->copied[u->current], u->c->stream));
 }
 
 static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
@@ -115,41 +115,52 @@ static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
     m->scales = bytes.scales ? scales : NULL;
 }
 
-// Uploads all weights to c->weights and makes the model's matrices point there. Returns NULL, or an
-// error message if host memory cannot be pinned.
-static const char *upload(Cuda *c, Weights *w) {
-    Upload u = {};
-    u.stream = c->stream;
+// Uploads all weights to c->weights and makes the model's matrices point there. Returns false if
+// `progress` aborts it.
+static bool upload_matrices(Upload *u, Weights *w, const Opening *o) {
+    Cuda *c = u->c;
     char *values = (char *)c->weights, *scales = values + c->values_bytes;
     bool is_tied = w->output.data == w->token_embedding.data; // the loop below changes the latter
-    for (int i = 0; i < 2; i++) {
-        u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);
-        CUDA(cudaEventCreateWithFlags(&u.copied[i], cudaEventDisableTiming));
-    }
-    bool ok = u.buffers[0] && u.buffers[1];
-    // Uploads nothing if the buffers could not be pinned.
-    for (Mat *m : ok ? matrices(w, c->config.n_layers) : std::vector<Mat *>()) {
+    size_t done = 0;
+    for (Mat *m : matrices(w, c->config.n_layers)) {
+        if (o->progress && !o->progress(o->data, (float)done / c->weights_bytes)) return false;
         MatBytes bytes = aligned_bytes_of(m);
         c->uploaded->push_back({m, *m}); // close restores the host's Mat
-        upload_matrix(&u, values, scales, m);
+        upload_matrix(u, values, scales, m);
         values += bytes.values, scales += bytes.scales;
+        done += bytes.values + bytes.scales;
     }
-    if (ok && is_tied) {
+    if (is_tied) {
         c->uploaded->push_back({&w->output, w->output});
         w->output = w->token_embedding;
     }
-    CUDA(cudaStreamSynchronize(c->stream));
+    return !o->progress || o->progress(o->data, 1);
+}
+
+// The same through buffers of its own. Returns NULL, or an error message if host memory cannot be
+// pinned or if `progress` aborts it.
+static const char *upload(Cuda *c, Weights *w, const Opening *o) {
+    const char *wrong = NULL;
+    Upload u = {};
+    u.c = c;
     for (int i = 0; i < 2; i++) {
-        if (u.buffers[i]) CUDA(cudaFreeHost(u.buffers[i]));
-        CUDA(cudaEventDestroy(u.copied[i]));
+        u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);
+        CUDA(c, cudaEventCreateWithFlags(&u.copied[i], cudaEventDisableTiming));
     }
-    return ok ? NULL : NOT_PINNED;
+    if (!u.buffers[0] || !u.buffers[1]) wrong = NOT_PINNED;
+    else if (!upload_matrices(&u, w, o)) wrong = "aborted by the program";
+    CUDA(c, cudaStreamSynchronize(c->stream));
+    for (int i = 0; i < 2; i++) {
+        if (u.buffers[i]) (void)cudaFreeHost(u.buffers[i]);
+        if (u.copied[i]) (void)cudaEventDestroy(u.copied[i]);
+    }
+    return wrong;
 }
 
 // Fills c->rotation from frequencies (head_dim / 2,), in radians per position. Computes in double
 // precision, as the CPU backend does, so that both round to the same floats.
 static void upload_rotation(Cuda *c, const double *frequencies) {
-    int positions = c->cache.positions, half = c->config.head_dim / 2;
+    int positions = c->layer_cache.positions, half = c->config.head_dim / 2;
     std::vector<float> table(2 * (size_t)positions * half);
     for (int i = 0; i < half; i++) {
         for (int pos = 0; pos < positions; pos++) {
@@ -160,5 +171,5 @@ static void upload_rotation(Cuda *c, const double *frequencies) {
         }
     }
     size_t bytes = sizeof(float) * table.size();
-    CUDA(cudaMemcpy(c->rotation, table.data(), bytes, cudaMemcpyHostToDevice));
+    CUDA(c, cudaMemcpy(c->rotation, table.data(), bytes, cudaMemcpyHostToDevice));
 }

@@ -60,7 +60,7 @@ typedef struct {
     int slots; // of each warp; 0: whole_token cannot run
     LayerStride stride;
     Mat table;              // token embedding
-    Cache cache;            // of layer 0
+    LayerCache cache;       // of layer 0
     int max_splits;         // max blocks that share a head's positions
     const float2 *rotation; // (positions, head_dim / 2): cosine and sine
     float norm_eps;
@@ -576,7 +576,7 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
 // Prefetches to the L2 cache what the step after this one needs besides the matrix: the weights of
 // an RMSNorm, and the first n keys and values of the head that this block attends with first.
 static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &at,
-                                         const Cache &cache, int n) {
+                                         const LayerCache &cache, int n) {
     bool logits_follow = at.role == DOWN && at.layer + 1 == t.n_layers;
     const TokenProduct &next = t.products[logits_follow ? LOGITS : (at.role + 1) % 4];
     size_t bytes = sizeof(float) * t.products[LOGITS].w.cols; // of a norm's weights
@@ -620,7 +620,7 @@ static __device__ float2 load_operand(const TokenPlan &t, const BlockShare &at, 
 
 // The cache of a layer, and the position of the token.
 struct CacheSlot {
-    Cache cache;
+    LayerCache cache;
     int pos;
 };
 
@@ -628,7 +628,7 @@ struct CacheSlot {
 template <typename CacheType>
 static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheSlot &slot, int i,
                                       const RowPair &pair) {
-    const Cache &cache = slot.cache;
+    const LayerCache &cache = slot.cache;
     Largest found = {-INFINITY, 0x7fffffff}; // less than any logit
     int head_dim = cache.head_dim, dim = cache.n_heads * head_dim;
     int kv_dim = cache.n_kv_heads * head_dim;
@@ -695,7 +695,7 @@ static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squ
 // Attends with all heads to the first n positions. Each head's positions are cut into `splits`
 // parts; the blocks share the parts of all heads.
 template <typename CacheType>
-static __device__ void attend_heads(const TokenPlan &t, const Cache &cache, int splits, int n,
+static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache, int splits, int n,
                                     AttentionScratch *scratch) {
     for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
         int h = i / splits, d = threadIdx.x;

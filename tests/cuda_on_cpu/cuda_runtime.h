@@ -9,7 +9,9 @@
 //
 // Other environment variables: CUDA_ON_CPU_MULTIPROCESSORS, CUDA_ON_CPU_SHARED (bytes of shared
 // memory of a block), CUDA_ON_CPU_MEMORY (free bytes), CUDA_ON_CPU_ALLOCATIONS (how many succeed),
-// CUDA_ON_CPU_NO_DEVICE, CUDA_ON_CPU_REFUSES ("together": cooperative launches, "recording").
+// CUDA_ON_CPU_NO_DEVICE, CUDA_ON_CPU_REFUSES ("together": cooperative launches, "recording"),
+// CUDA_ON_CPU_CALLS (how many calls on streams succeed before one fails; all calls after it fail,
+// as they do after an error in a kernel).
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -162,13 +164,13 @@ enum cudaError_t {
     cudaErrorMemoryAllocation,
     cudaErrorInsufficientDriver,
     cudaErrorNoDevice,
-    cudaErrorNotReady
+    cudaErrorNotReady,
+    cudaErrorLaunchFailure
 };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum {
     cudaStreamNonBlocking,
     cudaEventDisableTiming,
-    cudaHostRegisterDefault,
     cudaStreamCaptureModeThreadLocal,
     cudaFuncAttributeMaxDynamicSharedMemorySize,
     cudaLaunchAttributeCooperative
@@ -221,21 +223,36 @@ inline bool allocates() {
     return !s || times++ < atoi(s);
 }
 
+// Calls on streams that succeed before one fails; negative: none fails.
+inline int calls_left = getenv("CUDA_ON_CPU_CALLS") ? atoi(getenv("CUDA_ON_CPU_CALLS")) : -1;
+inline bool broken; // a call has failed, so that all others fail
+
 // Submitted work runs when the host waits for it. The default stream's work runs at once
 inline std::deque<std::function<void()>> stream;
 inline size_t submitted, done;
 inline std::vector<size_t> events; // `submitted` when each was recorded
 // Each kernel's limit of dynamic shared memory, in bytes.
 inline std::map<const void *, size_t> shared_limits;
+inline int graphs; // that can be launched now
+
+// What every call on a stream returns. After a failure, the work that was submitted is lost.
+inline cudaError_t call() {
+    broken = broken || calls_left == 0;
+    if (calls_left > 0) calls_left--;
+    if (broken) stream.clear(), done = submitted;
+    return broken ? cudaErrorLaunchFailure : cudaSuccess;
+}
 
 inline cudaError_t submit(std::function<void()> work) {
+    if (call()) return cudaErrorLaunchFailure;
     if (capture) capture->push_back(work);
     else stream.push_back(work), submitted++;
     return cudaSuccess;
 }
 
 inline cudaError_t wait(size_t until) {
-    if (capture) fail("waiting in a capture");
+    if (capture && !broken) fail("waiting in a capture");
+    if (call()) return cudaErrorLaunchFailure;
     for (; done < until; stream.pop_front()) done++, stream.front()();
     return cudaSuccess;
 }
@@ -244,6 +261,7 @@ inline cudaError_t wait(size_t until) {
 static inline const char *cudaGetErrorString(cudaError_t e) {
     return e == cudaErrorNotSupported       ? "operation not supported"
            : e == cudaErrorMemoryAllocation ? "out of memory"
+           : e == cudaErrorLaunchFailure    ? "unspecified launch failure"
                                             : "no CUDA-capable device is detected";
 }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -278,7 +296,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t
 }
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
-    *p = cuda_on_cpu::allocates() ? (T *)malloc(n) : NULL;
+    *p = cuda_on_cpu::allocates() && !cuda_on_cpu::broken ? (T *)malloc(n) : NULL;
     return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
 }
 static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
@@ -291,11 +309,6 @@ static inline cudaError_t cudaFreeHost(void *p) {
     free(p);
     return cudaSuccess;
 }
-static inline cudaError_t cudaHostRegister(void *, size_t, int) {
-    if (cuda_on_cpu::capture) cuda_on_cpu::fail("registering in a capture");
-    return cudaSuccess;
-}
-static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
 static inline cudaError_t cudaMemset(void *p, int value, size_t n) {
     memset(p, value, n);
     return cudaSuccess;
@@ -307,6 +320,18 @@ static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaM
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
                                           cudaStream_t) {
     return cuda_on_cpu::submit([=] { memcpy(to, from, n); });
+}
+static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from,
+                                            size_t from_pitch, size_t width, size_t height,
+                                            cudaMemcpyKind, cudaStream_t) {
+    if (width > to_pitch || width > from_pitch) cuda_on_cpu::fail("rows wider than their pitch");
+    return cuda_on_cpu::submit([=] {
+        for (size_t i = 0; i < height; i++)
+            memcpy((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width);
+    });
+}
+static inline cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t) {
+    return cuda_on_cpu::submit([=] { memset(p, value, n); });
 }
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) {
     *s = 1;
@@ -339,16 +364,20 @@ static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) {
     if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported;
+    if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
     cuda_on_cpu::capture = new std::vector<std::function<void()>>;
     return cudaSuccess;
 }
 static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
     *g = cuda_on_cpu::capture, cuda_on_cpu::capture = NULL;
-    return cudaSuccess;
+    if (cuda_on_cpu::call()) delete *g, *g = NULL;
+    return *g ? cudaSuccess : cudaErrorLaunchFailure;
 }
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g,
                                                unsigned long long) {
+    if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
     *e = new std::vector<std::function<void()>>(*g);
+    cuda_on_cpu::graphs++;
     return cudaSuccess;
 }
 static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
@@ -357,10 +386,12 @@ static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
 }
 static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
     delete e;
+    cuda_on_cpu::graphs--;
     return cudaSuccess;
 }
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
-    for (auto &work : *e) cuda_on_cpu::submit(work);
+    if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
+    for (auto &work : *e) cuda_on_cpu::stream.push_back(work), cuda_on_cpu::submitted++;
     return cudaSuccess;
 }
 

@@ -1,0 +1,55 @@
+// The KV caches of sequences. Each has memory for all positions that a sequence may have.
+#pragma once
+#include "session.cuh"
+
+// Forgets a recording. Does nothing if it is unused.
+static void drop_recording(Recording *r) {
+    if (r->exec) (void)cudaGraphExecDestroy(r->exec);
+    *r = {};
+}
+
+static void free_cache(Backend *b, Cache *cache) {
+    Cuda *c = (Cuda *)b;
+    for (Recording &r : c->recordings)
+        if (r.shape.cache == cache) drop_recording(&r);
+    if (cache->keys) (void)cudaFree(cache->keys);
+    if (cache->values) (void)cudaFree(cache->values);
+    free(cache);
+}
+
+// Returns NULL if there is not enough memory. After a failure of the GPU, returns a cache without
+// memory: the pass that would use it reports the failure.
+static Cache *allocate_cache(Cuda *c) {
+    Cache *cache = (Cache *)calloc(1, sizeof *cache);
+    if (!cache || has_failed(c)) return cache;
+    cache->keys = allocate_device(c->keys_bytes);
+    if (cache->keys) cache->values = allocate_device(c->keys_bytes);
+    if (!cache->values) return free_cache(&c->ops, cache), (Cache *)NULL;
+    // Attention also reads the padding from head_dim to LayerCache.width, which is never written.
+    CUDA(c, cudaMemsetAsync(cache->keys, 0, c->keys_bytes, c->stream));
+    CUDA(c, cudaMemsetAsync(cache->values, 0, c->keys_bytes, c->stream));
+    return cache;
+}
+
+static Cache *new_cache(Backend *b) {
+    Cuda *c = (Cuda *)b;
+    Cache *cache = c->first_cache;
+    c->first_cache = NULL;
+    return cache ? cache : allocate_cache(c);
+}
+
+// There is memory for all positions from the start.
+static bool reserve(Backend *, Cache *, int, int) { return true; }
+
+// Copies the first n positions of each head.
+static bool share(Backend *b, Cache *cache, const Cache *from, int n) {
+    Cuda *c = (Cuda *)b;
+    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // of all layers
+    size_t pitch = c->keys_bytes / heads, bytes = pitch / c->layer_cache.positions * n;
+    if (n == 0) return true;
+    CUDA(c, cudaMemcpy2DAsync(cache->keys, pitch, from->keys, pitch, bytes, heads,
+                              cudaMemcpyDeviceToDevice, c->stream));
+    CUDA(c, cudaMemcpy2DAsync(cache->values, pitch, from->values, pitch, bytes, heads,
+                              cudaMemcpyDeviceToDevice, c->stream));
+    return true;
+}

@@ -1,0 +1,273 @@
+// Many sequences on one engine of the GPU. Writes "fine", or what went wrong.
+//
+// Usage: cuda_sequences CASE MODEL
+//   turns     sequences that are evaluated by turns, and in one batch, have the texts of each alone
+//   copies    a copy of a sequence continues like the sequence, and neither changes the other
+//   logits    the same logits as the CPU's, in memory that moves between two calls
+//   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
+//             recordings (emulated)
+//   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <string>
+#include <vector>
+#include "../runtime/llamac.h"
+
+enum { POSITIONS = 320, MAX_RECORDINGS = 32 };
+
+static llamac_error error;
+
+static void give_up(const char *what) {
+    printf("%s: %s\n", what, error.text);
+    exit(1);
+}
+
+#define EXPECT(ok) ((ok) ? (void)0 : give_up(#ok))
+
+typedef std::vector<int> Tokens;
+
+// A prompt of n tokens; the number tells prompts apart.
+static Tokens prompt(int number, int n) {
+    Tokens tokens(n);
+    for (int i = 0; i < n; i++) tokens[i] = 3 + (number * 31 + i * 7) % 200;
+    return tokens;
+}
+
+static llamac_engine *start(llamac_model *model, const char *device, bool sample_only) {
+    llamac_options options = {};
+    options.positions = POSITIONS, options.n_threads = 1, options.device = device;
+    options.sample_only = sample_only;
+    return llamac_start(model, &options, &error);
+}
+
+// Evaluates tokens at the end of a sequence. Returns the next token, by sampling with a seed that
+// depends on the length alone; -1 after an error.
+static int extend(llamac_sequence *s, const Tokens &tokens) {
+    int n = (int)tokens.size(), pos = llamac_sequence_length(s);
+    llamac_sampler sampler = {0.9f, 0.9f, (uint64_t)(7 + pos + n)};
+    if (!llamac_forward(s, tokens.data(), n, pos, &error)) return -1;
+    return llamac_sample(s, &sampler, &error);
+}
+
+// Extends a sequence by n tokens, from `next` on. Returns them.
+static Tokens write_tokens(llamac_sequence *s, int next, int n) {
+    Tokens text;
+    for (int i = 0; i < n; i++) {
+        text.push_back(next);
+        next = extend(s, {next});
+        EXPECT(next >= 0);
+    }
+    return text;
+}
+
+static Tokens write_alone(llamac_engine *engine, const Tokens &tokens, int n) {
+    llamac_sequence *s = llamac_sequence_new(engine, &error);
+    EXPECT(s);
+    Tokens text = write_tokens(s, extend(s, tokens), n);
+    llamac_sequence_free(s);
+    return text;
+}
+
+static void turns(llamac_model *model, bool sample_only) {
+    enum { N = 3, LENGTH = 3 };
+    llamac_engine *engine = start(model, "cuda", sample_only);
+    EXPECT(engine);
+    Tokens alone[N], text[N];
+    llamac_sequence *s[N];
+    int next[N];
+    for (int i = 0; i < N; i++) alone[i] = write_alone(engine, prompt(i, 2 + 3 * i), LENGTH);
+    for (int i = 0; i < N; i++) {
+        s[i] = llamac_sequence_new(engine, &error);
+        EXPECT(s[i]);
+        next[i] = extend(s[i], prompt(i, 2 + 3 * i));
+    }
+    for (int turn = 0; turn < LENGTH; turn++)
+        for (int i = 0; i < N; i++) text[i].push_back(next[i]), next[i] = extend(s[i], {next[i]});
+    for (int i = 0; i < N; i++) EXPECT(text[i] == alone[i]);
+
+    // the same in batches: the prompts, then the tokens of all; each logits row is sampled greedily
+    if (!sample_only) {
+        std::vector<llamac_batch_token> batch;
+        Tokens expected, found;
+        for (int i = 0; i < N; i++) {
+            llamac_sampler greedy = {};
+            Tokens tokens = prompt(i, 2 + 3 * i);
+            EXPECT(llamac_forward(s[i], tokens.data(), (int)tokens.size(), 0, &error));
+            expected.push_back(llamac_sample(s[i], &greedy, &error));
+            for (int t = 0; t < (int)tokens.size(); t++)
+                batch.push_back({s[i], tokens[t], t, t + 1 == (int)tokens.size()});
+        }
+        EXPECT(llamac_evaluate(engine, batch.data(), (int)batch.size(), &error));
+        for (int i = 0; i < N; i++) {
+            llamac_sampler greedy = {};
+            found.push_back(llamac_sample(s[i], &greedy, &error));
+        }
+        EXPECT(found == expected);
+    } else { // logits stay on the GPU while later passes of the call compute none
+        llamac_sampler greedy = {};
+        EXPECT(llamac_forward(s[0], prompt(0, 4).data(), 4, 0, &error));
+        int expected = llamac_sample(s[0], &greedy, &error);
+        std::vector<llamac_batch_token> batch;
+        for (int t = 0; t < 4; t++) batch.push_back({s[0], prompt(0, 4)[t], t, t == 3});
+        batch.push_back({s[1], 9, 0, false});
+        EXPECT(llamac_evaluate(engine, batch.data(), 5, &error));
+        EXPECT(llamac_sample(s[0], &greedy, &error) == expected);
+    }
+    for (llamac_sequence *sequence : s) llamac_sequence_free(sequence);
+    llamac_stop(engine);
+}
+
+static void copies(llamac_model *model) {
+    enum { LENGTH = 3, KEPT = 5 };
+    llamac_engine *engine = start(model, "cuda", false);
+    EXPECT(engine);
+    Tokens first = prompt(1, KEPT), other = prompt(2, 3);
+    Tokens expected = write_alone(engine, first, LENGTH);
+    llamac_sequence *s = llamac_sequence_new(engine, &error);
+    EXPECT(s && extend(s, first) >= 0 && extend(s, prompt(3, 6)) >= 0);
+    llamac_sequence *copy = llamac_sequence_copy(s, KEPT, &error);
+    llamac_sequence *changed = llamac_sequence_copy(s, KEPT, &error);
+    llamac_sequence *empty = llamac_sequence_copy(s, 0, &error);
+    EXPECT(copy && changed && empty && llamac_sequence_length(copy) == KEPT);
+    EXPECT(extend(changed, other) >= 0 && extend(empty, other) >= 0);
+    // the last token again, for its logits
+    EXPECT(llamac_sequence_truncate(copy, KEPT - 1, &error));
+    EXPECT(write_tokens(copy, extend(copy, {first.back()}), LENGTH) == expected);
+    EXPECT(llamac_sequence_truncate(s, KEPT - 1, &error));
+    EXPECT(write_tokens(s, extend(s, {first.back()}), LENGTH) == expected);
+    llamac_sequence_free(s); // a copy outlives it
+    EXPECT(llamac_sequence_truncate(copy, KEPT - 1, &error));
+    EXPECT(write_tokens(copy, extend(copy, {first.back()}), LENGTH) == expected);
+    for (llamac_sequence *sequence : {copy, changed, empty}) llamac_sequence_free(sequence);
+    llamac_stop(engine);
+}
+
+// Evaluates a batch of n tokens on both engines and compares the logits of some of them.
+static void compare(llamac_engine *engines[2], llamac_sequence *s[2], int vocab_size, int n,
+                    int number, bool (*is_wanted)(int, int)) {
+    Tokens tokens = prompt(number, n);
+    for (int i = 0; i < 2; i++) {
+        std::vector<llamac_batch_token> batch;
+        for (int t = 0; t < n; t++) batch.push_back({s[i], tokens[t], t, is_wanted(t, n)});
+        EXPECT(llamac_evaluate(engines[i], batch.data(), n, &error));
+    }
+    for (int t = 0; t < n; t++) {
+        const float *a = llamac_batch_logits(engines[0], t),
+                    *b = llamac_batch_logits(engines[1], t);
+        EXPECT(!a == !b && !a == !is_wanted(t, n));
+        for (int i = 0; a && i < vocab_size; i++)
+            EXPECT(fabsf(a[i] - b[i]) <= 1e-3f * (1 + fabsf(b[i])));
+    }
+}
+
+static void logits(llamac_model *model) {
+    llamac_engine *engines[2] = {start(model, "cuda", false), start(model, "cpu", false)};
+    EXPECT(engines[0] && engines[1]);
+    llamac_sequence *s[2];
+    for (int i = 0; i < 2; i++) s[i] = llamac_sequence_new(engines[i], &error);
+    auto last = [](int t, int n) { return t + 1 == n; };
+    auto all = [](int, int) { return true; };
+    auto some = [](int t, int) { return t % 3 == 1; };
+    int vocab_size = llamac_describe(model).vocab_size;
+    for (int round = 0; round < 4; round++) {
+        compare(engines, s, vocab_size, 1, round, all);
+        compare(engines, s, vocab_size, 6, round, last);
+        compare(engines, s, vocab_size, 6, round, some);
+        // more rows in round 2: their memory moves
+        compare(engines, s, vocab_size, 9 + 20 * (round == 2), round, all);
+    }
+    for (int i = 0; i < 2; i++) llamac_sequence_free(s[i]), llamac_stop(engines[i]);
+}
+
+#ifdef CUDA_ON_CPU
+static void shapes(llamac_model *model) {
+    llamac_engine *engine = start(model, "cuda", false);
+    EXPECT(engine);
+    llamac_sequence *s = llamac_sequence_new(engine, &error);
+    for (int i = 0; i < 2 * 300; i++) {
+        int shape = i / 2, n = 5 + shape / 5, n_wanted = 1 + shape % 5;
+        std::vector<llamac_batch_token> batch;
+        for (int t = 0; t < n; t++) batch.push_back({s, 3 + t, t, t >= n - n_wanted});
+        EXPECT(llamac_evaluate(engine, batch.data(), n, &error)); // op by op, then recorded
+        EXPECT(cuda_on_cpu::graphs <= MAX_RECORDINGS);
+    }
+    EXPECT(cuda_on_cpu::graphs == MAX_RECORDINGS);
+    llamac_sequence_free(s);
+    EXPECT(cuda_on_cpu::graphs == 0);
+    llamac_stop(engine);
+}
+
+static bool is_failure() {
+    return !strncmp(error.text, "the GPU failed: unspecified launch failure (", 44);
+}
+
+// Uses an engine for one text whose passes run op by op, are recorded and are replayed, and for a
+// copy. Returns whether all went well; then no other call fails.
+static bool use(llamac_engine *engine, llamac_sequence *s) {
+    for (int i = 0; i < 4; i++)
+        if (llamac_sequence_truncate(s, 0, &error), extend(s, prompt(i, 3)) < 0) return false;
+    for (int i = 0; i < 2; i++)
+        if (extend(s, {5}) < 0) return false;
+    llamac_sequence *copy = llamac_sequence_copy(s, 4, &error);
+    bool ok = copy && extend(copy, {6}) >= 0;
+    llamac_sequence_free(copy);
+    return ok && llamac_bandwidth(engine) > 0;
+}
+
+static void failures(llamac_model *model) {
+    using namespace cuda_on_cpu;
+    bool done = false;
+    int n;
+    for (n = 0; !done; n += 7) { // of start
+        calls_left = n, broken = false;
+        llamac_engine *engine = start(model, "cuda", true);
+        EXPECT(engine || is_failure());
+        done = engine && !broken;
+        llamac_stop(engine);
+    }
+    EXPECT(n > 10);
+    for (n = 0, done = false; !done; n++) {
+        calls_left = -1, broken = false;
+        llamac_engine *engine = start(model, "cuda", n % 2);
+        EXPECT(engine);
+        llamac_sequence *s = llamac_sequence_new(engine, &error);
+        EXPECT(s);
+        calls_left = n;
+        done = use(engine, s);
+        if (!done && *error.text) EXPECT(is_failure());
+        if (!done) { // it stays so
+            std::string first = error.text;
+            EXPECT(extend(s, {5}) < 0 && is_failure() && (first.empty() || first == error.text));
+            llamac_sequence *other = llamac_sequence_new(engine, &error);
+            EXPECT(other && extend(other, {5}) < 0 && is_failure());
+            EXPECT(!llamac_logits(s) && llamac_bandwidth(engine) == 0);
+            llamac_sequence_free(other);
+        }
+        EXPECT(!capture);
+        llamac_sequence_free(s);
+        llamac_stop(engine);
+        EXPECT(graphs == 0);
+    }
+    EXPECT(n > 60);
+}
+#else
+static void shapes(llamac_model *) {}
+static void failures(llamac_model *) {}
+#endif
+
+int main(int argc, char **argv) {
+    llamac_model *model = argc == 3 ? llamac_open(argv[2], 0, &error) : NULL;
+    if (!model) return fprintf(stderr, "cuda_sequences CASE MODEL: %s\n", error.text), 2;
+    std::string name = argv[1];
+    if (name == "turns") turns(model, false), turns(model, true);
+    else if (name == "copies") copies(model);
+    else if (name == "logits") logits(model);
+    else if (name == "shapes") shapes(model);
+    else failures(model);
+    llamac_close(model);
+    puts("fine");
+    return 0;
+}
