@@ -228,7 +228,7 @@ typedef struct {
     int positions; // max tokens of a sequence
     int n_threads; // CPU
     bool no_copy;  // CPU: do not copy the weights
-    int kv_bits;   // CPU: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights
+    int kv_bits; // CPU: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights
     bool (*progress)(void *data, float share); // llamac_options.progress
     void *data;
     const struct Kernels *kernels; // CPU: of the instruction set to use

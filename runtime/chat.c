@@ -25,10 +25,10 @@ struct Template {
     const char *user_open, *user_close;     // around the words of the user
     const char *answer_open, *answer_end;   // around the words of an answer
     const char *answer_close;               // ends an answer: put before every turn but the first
-    bool system_always;  // write system_open and system_close without a system prompt too
-    bool strip;          // remove white space around the system prompt and all words
-    bool strip_answer;   // remove it around answers only
-    bool strip_together; // strip the system prompt and the user's words as one text
+    bool system_always;   // write system_open and system_close without a system prompt too
+    bool strip;           // remove white space around the system prompt and all words
+    bool strip_answer;    // remove it around answers only
+    bool strip_together;  // strip the system prompt and the user's words as one text
     bool marks_eat_space; // a marker that is one token swallows the white space after it
     bool leading_space;   // text after BOS or EOS gets the leading space of the vocabulary
 };
@@ -591,8 +591,7 @@ static bool choose_template(const llamac_model *m, const char *name, Choice *cho
 
 static bool use_template(llamac_model *m, const char *name, Error *e) {
     Choice choice = {0};
-    if (!choose_template(m, name, &choice, e)
-        || !claim_marks(&m->tokenizer, choice.template, e)) {
+    if (!choose_template(m, name, &choice, e) || !claim_marks(&m->tokenizer, choice.template, e)) {
         free(choice.system.s);
         return false;
     }

@@ -518,7 +518,8 @@ static void add_spans(Cpu *cpu, const Run *run) {
     for (int head = 0; head < cpu->config.n_heads; head++)
         for (int i = 0; i < run->n; i += span) {
             int n = run->n - i < span ? run->n - i : span;
-            AttentionItem item = {.kind = SPAN_OF_TOKENS, .t = run->first + i, .n = n, .head = head};
+            AttentionItem item = {
+                .kind = SPAN_OF_TOKENS, .t = run->first + i, .n = n, .head = head};
             cpu->items[cpu->n_items++] = item;
         }
 }
@@ -614,8 +615,7 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
     llamac_add_step(cpu, finish_tokens, &a, sizeof a, batch->T, 4 * c->q_dim);
     llamac_add_step(cpu, attention_items, &a, sizeof a, cpu->n_items, cpu->item_cost);
     if (cpu->split)
-        llamac_add_step(cpu, merge_partials, &a, sizeof a, batch->T * c->n_heads,
-                        cpu->value_width);
+        llamac_add_step(cpu, merge_partials, &a, sizeof a, batch->T * c->n_heads, cpu->value_width);
 }
 
 // ----------------------------------------------------------------------------

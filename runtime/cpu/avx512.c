@@ -118,7 +118,8 @@ BF16_TARGET static void pairs_product(const TileProduct *product) {
         const uint8_t *tiles = p.tiles + g / 2 * size + g % 2 * 4 * TILE;
         bool two = g % 2 == 0 && g + 1 < end;
         n = two ? 2 : 1;
-        if (p.T == TOKENS) two ? pair_tiles(&p, tiles, TOKENS, 2) : pair_tiles(&p, tiles, TOKENS, 1);
+        if (p.T == TOKENS)
+            two ? pair_tiles(&p, tiles, TOKENS, 2) : pair_tiles(&p, tiles, TOKENS, 1);
         else if (p.T == 8) two ? pair_tiles(&p, tiles, 8, 2) : pair_tiles(&p, tiles, 8, 1);
         else if (p.T == 4) two ? pair_tiles(&p, tiles, 4, 2) : pair_tiles(&p, tiles, 4, 1);
         else if (p.T == 2) two ? pair_tiles(&p, tiles, 2, 2) : pair_tiles(&p, tiles, 2, 1);

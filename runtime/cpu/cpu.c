@@ -142,7 +142,10 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
 }
 
 // The matrices that are packed, in the order of their tiles.
-typedef struct { Mat *m[8]; int n; } Matrices;
+typedef struct {
+    Mat *m[8];
+    int n;
+} Matrices;
 
 static Matrices matrices_of(Weights *w, int layer) {
     Layer *l = &w->layers[layer];

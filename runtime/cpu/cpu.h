@@ -33,11 +33,11 @@ enum {
 // A page of the KV cache: keys and values of PAGE positions of a sequence, in all layers. Sequences
 // that begin with the same tokens share pages. One block of memory holds the page and its arrays.
 typedef struct Page {
-    int n_caches;       // caches that share the page. Only a page of one cache is changed
-    struct Page *next;  // in the list of unused pages
-    char *keys;         // (n_layers, n_kv_heads, PAGE / TILE, head_dim, TILE)
-    char *values;       // (n_layers, n_kv_heads, PAGE, value_width)
-    float *key_scales;  // (n_layers, n_kv_heads, PAGE) for INT8_GROUPS, else NULL
+    int n_caches;      // caches that share the page. Only a page of one cache is changed
+    struct Page *next; // in the list of unused pages
+    char *keys;        // (n_layers, n_kv_heads, PAGE / TILE, head_dim, TILE)
+    char *values;      // (n_layers, n_kv_heads, PAGE, value_width)
+    float *key_scales; // (n_layers, n_kv_heads, PAGE) for INT8_GROUPS, else NULL
     float *value_scales;
 } Page;
 
@@ -73,12 +73,12 @@ struct Cpu {
 
     // The batch, and the plan of its attention
     int T;
-    const Cache **caches;  // (CHUNK,) of each token
-    int *positions;        // (CHUNK,) of each token in its sequence
-    AttentionItem *items;  // (n_items,)
+    const Cache **caches; // (CHUNK,) of each token
+    int *positions;       // (CHUNK,) of each token in its sequence
+    AttentionItem *items; // (n_items,)
     int n_items, item_cost;
-    bool split;            // the items are PARTs
-    float *partials;       // (max_ranges, n_heads, 2 + value_width) results of PARTs
+    bool split;      // the items are PARTs
+    float *partials; // (max_ranges, n_heads, 2 + value_width) results of PARTs
     int max_ranges;
 
     // Activations of a chunk of tokens. gated_* hold the output of SwiGLU

@@ -93,7 +93,7 @@ typedef struct {
     // `pairs_product`: a panel of pairs of columns in BF16 (cols / 2 rounded up, T, 2)
     const void *x;
     int cols;
-    int T;         // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens
+    int T; // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens
     // tiles were made by TypeKernels.unpack or, of Q8_0, from INT8_GROUPS in the same layout: 16
     // float32 scales, then the bytes
     bool unpacked;

@@ -18,8 +18,8 @@ INLINE void score_tiles(Type type, const Attention *a, int first, const int n, c
     const size_t column = number_size(type) * TILE; // bytes of one dimension in a tile
     const char *keys = (const char *)a->keys + first / TILE * column * a->head_dim;
     Floats sums[QUERIES][4 * VECTORS];
-    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < tiles * VECTORS; v++)
-        sums[q][v] = SET(0);
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < tiles * VECTORS; v++) sums[q][v] =
+        SET(0);
     for (int d = 0; d < a->head_dim; d++, keys += column) {
         Floats key[4 * VECTORS];
         UNROLL for (int v = 0; v < tiles * VECTORS; v++) key[v] =
@@ -52,8 +52,8 @@ INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const
     const float *p = a->p;
     const char *values = (const char *)a->values + d * number_size(type);
     Floats sums[QUERIES][4];
-    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++)
-        sums[q][v] = a->add ? LOAD(a->out + (size_t)q * a->width + d + v * LANES) : SET(0);
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++) sums[q][v] =
+        a->add ? LOAD(a->out + (size_t)q * a->width + d + v * LANES) : SET(0);
     for (int i = 0; i < a->n; i++) UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
             UNROLL for (int q = 0; q < n; q++) sums[q][v] =

@@ -57,11 +57,11 @@ struct Worker {
     Cpu *cpu;      // the backend that tasks work on
 
     // Private to the tasks that this worker runs
-    bool prepared;  // x and blocks hold the activations of this step; false when a step begins
-    float *x;       // (cols,) normalised activations of one token
-    Block *blocks;  // (cols / 32,) the same in 8 bits
+    bool prepared;   // x and blocks hold the activations of this step; false when a step begins
+    float *x;        // (cols,) normalised activations of one token
+    Block *blocks;   // (cols / 32,) the same in 8 bits
     uint16_t *pairs; // (cols + 1,) the same in BF16, see `pairs` in cpu.h
-    float *scratch; // (scratch_size,) temporary memory of a task
+    float *scratch;  // (scratch_size,) temporary memory of a task
 };
 
 struct ThreadPool {

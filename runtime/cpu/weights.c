@@ -93,8 +93,7 @@ void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
     int height = tile_height(m), rows = m->rows - r < height ? m->rows - r : height, n = units(m);
     size_t size = unit_size(m), stride = n * size;
     // the rows of the file consist of units already: pack them from there
-    if (rows == height
-        && (m->type == F32 || is_quantised(m) || (is_half(m) && m->cols % 2 == 0))) {
+    if (rows == height && (m->type == F32 || is_quantised(m) || (is_half(m) && m->cols % 2 == 0))) {
         type->pack(tiles, (const uint8_t *)m->data + r * stride, stride, n);
         return;
     }
