@@ -3,7 +3,7 @@
 //   simulated_pool THREADS ITEMS ITEM_NS SLOW SLOWNESS SPREAD_NS
 //
 // Each worker is a coroutine with a clock of its own; the one whose clock is lowest runs until its
-// next access to an atomic variable. So the result is the same on every machine. The model of a
+// next access to an atomic variable. So the result is the same on every machine. The model of
 // memory: a line is in one cache that has written it or in several that have read it; other
 // accesses take MOVE_NS and count as a move, and a line moves to one core at a time. A write to a
 // line that others have read takes as long, and counts as an invalidation.
@@ -108,7 +108,7 @@ static double seconds_simulated;
 double llamac_seconds(void) { return seconds_simulated += 1e-5; }
 
 static int item_ns, n_slow, spread_ns;
-static double slowness, started[STEPS], all_late, latest_end;
+static double slowness, started[STEPS], latest_end;
 
 // A Task whose items take time, and nothing else.
 static void spend(Worker *self, const void *args, int begin, int end) {
@@ -162,7 +162,6 @@ int main(int argc, char **argv) {
     }
     double counted = STEPS - WARM_UP, speed = n_workers - n_slow + n_slow / slowness;
     double ideal = (double)items * item_ns / speed;
-    (void)all_late;
     printf("%.1f %.1f %.0f\n", moves / counted, invalidations / counted, latest_end / STEPS - ideal);
     return 0;
 }
