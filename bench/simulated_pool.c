@@ -9,8 +9,8 @@
 // line that others have read takes as long, and counts as an invalidation.
 //
 // Prints moves and invalidations of one step, and its time in nanoseconds beyond that of an ideal
-// division of the items. The first SLOW workers take SLOWNESS times as long for an item. Before each
-// step, the workers are late by up to SPREAD_NS, by a fixed sequence of random numbers.
+// division of the items. The first SLOW workers take SLOWNESS times as long for an item. Before
+// each step, the workers are late by up to SPREAD_NS, by a fixed sequence of random numbers.
 #define _GNU_SOURCE 1 // ucontext
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -102,7 +102,8 @@ static double seconds_simulated;
 #define __builtin_ia32_pause pause_simulated
 #define __builtin_ia32_rdtsc ticks_simulated
 #define sched_yield yield_simulated
-#define pthread_create(thread, attributes, f, argument) ((void)(thread), (void)(f), create_simulated())
+#define pthread_create(thread, attributes, f, argument) \
+    ((void)(thread), (void)(f), create_simulated())
 #include POOL
 
 double llamac_seconds(void) { return seconds_simulated += 1e-5; }
@@ -162,6 +163,7 @@ int main(int argc, char **argv) {
     }
     double counted = STEPS - WARM_UP, speed = n_workers - n_slow + n_slow / slowness;
     double ideal = (double)items * item_ns / speed;
-    printf("%.1f %.1f %.0f\n", moves / counted, invalidations / counted, latest_end / STEPS - ideal);
+    printf("%.1f %.1f %.0f\n", moves / counted, invalidations / counted,
+           latest_end / STEPS - ideal);
     return 0;
 }
