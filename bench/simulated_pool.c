@@ -3,14 +3,14 @@
 //   simulated_pool THREADS ITEMS ITEM_NS SLOW SLOWNESS SPREAD_NS
 //
 // Each worker is a coroutine with a clock of its own; the one whose clock is lowest runs until its
-// next access to an atomic variable. So the result is the same on every machine. The model of a
+// next access to an atomic variable. So the result is the same on every machine. The model of
 // memory: a line is in one cache that has written it or in several that have read it; other
 // accesses take MOVE_NS and count as a move, and a line moves to one core at a time. A write to a
 // line that others have read takes as long, and counts as an invalidation.
 //
 // Prints moves and invalidations of one step, and its time in nanoseconds beyond that of an ideal
-// division of the items. The first SLOW workers take SLOWNESS times as long for an item. Before each
-// step, the workers are late by up to SPREAD_NS, by a fixed sequence of random numbers.
+// division of the items. The first SLOW workers take SLOWNESS times as long for an item. Before
+// each step, the workers are late by up to SPREAD_NS, by a fixed sequence of random numbers.
 #define _GNU_SOURCE 1 // ucontext
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -102,13 +102,14 @@ static double seconds_simulated;
 #define __builtin_ia32_pause pause_simulated
 #define __builtin_ia32_rdtsc ticks_simulated
 #define sched_yield yield_simulated
-#define pthread_create(thread, attributes, f, argument) ((void)(thread), (void)(f), create_simulated())
+#define pthread_create(thread, attributes, f, argument) \
+    ((void)(thread), (void)(f), create_simulated())
 #include POOL
 
 double llamac_seconds(void) { return seconds_simulated += 1e-5; }
 
 static int item_ns, n_slow, spread_ns;
-static double slowness, started[STEPS], all_late, latest_end;
+static double slowness, started[STEPS], latest_end;
 
 // A Task whose items take time, and nothing else.
 static void spend(Worker *self, const void *args, int begin, int end) {
@@ -162,7 +163,7 @@ int main(int argc, char **argv) {
     }
     double counted = STEPS - WARM_UP, speed = n_workers - n_slow + n_slow / slowness;
     double ideal = (double)items * item_ns / speed;
-    (void)all_late;
-    printf("%.1f %.1f %.0f\n", moves / counted, invalidations / counted, latest_end / STEPS - ideal);
+    printf("%.1f %.1f %.0f\n", moves / counted, invalidations / counted,
+           latest_end / STEPS - ideal);
     return 0;
 }

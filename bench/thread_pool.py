@@ -35,7 +35,7 @@ ITEMS, ITEM_NS = 16, 4000  # items per worker in the second table, and nanosecon
 def build(source, pool, name):
     """Compile a program of bench/ with the pool in a folder, and return the program's path."""
     program = Path(folder, name)
-    # The earlier files lie in a folder of their own, so kernels.h and os.h need a path.
+    # the earlier files are in a folder of their own, without kernels.h
     include = ["-I", "runtime/cpu", "-I", "runtime"]
     definition = f'-DPOOL="{Path(pool).resolve()}/thread_pool.c"'
     subprocess.run([compiler, "-std=gnu11", "-O3", *include, definition, f"bench/{source}", "-o",
@@ -45,7 +45,7 @@ def build(source, pool, name):
 
 def extract(commit):
     """Write the pool of a commit to a folder, and return the folder."""
-    # two folders deep below a link-free path, because the files include "../os.h"
+    # in a folder below its parent, because the files include "../os.h"
     target = ROOT / folder / "before" / "cpu"
     target.mkdir(parents=True, exist_ok=True)
     for name, path in [(name, f"runtime/cpu/{name}") for name in FILES] + [
