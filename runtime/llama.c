@@ -342,9 +342,9 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
     if (b->max_runs > 1) T = engine->chunk = b->chunk; // of several sequences
     engine->x = b->alloc(b, T * m->config.dim);
     engine->attention_out = b->alloc(b, T * m->config.q_dim);
-    engine->tokens = resize(NULL, T, sizeof(int));
-    engine->wanted = resize(NULL, T, sizeof(int));
-    engine->runs = resize(NULL, T, sizeof(Run));
+    engine->tokens = resize(engine->tokens, T, sizeof(int));
+    engine->wanted = resize(engine->wanted, T, sizeof(int));
+    engine->runs = resize(engine->runs, T, sizeof(Run));
     bool ok =
         engine->x && engine->attention_out && engine->tokens && engine->wanted && engine->runs;
     if (!ok) {
