@@ -49,8 +49,22 @@ class Options(ctypes.Structure):
 
 
 class Sampler(ctypes.Structure):
-    """How tokens are drawn. state: the seed; each token changes it."""
-    _fields_ = [("temperature", c_float), ("topp", c_float), ("state", c_uint64)]
+    """
+    How tokens are drawn: the fields of llamac_sampler in runtime/llamac.h, which describes them. A
+    field that is 0 leaves its step out. state: the seed; each token changes it.
+    """
+    _fields_ = [("temperature", c_float), ("topp", c_float), ("state", c_uint64), ("topk", c_int),
+                ("minp", c_float), ("repeat_penalty", c_float), ("frequency_penalty", c_float),
+                ("presence_penalty", c_float), ("penalty_tokens", c_int),
+                ("bias_tokens", POINTER(c_int)), ("biases", POINTER(c_float)), ("n_biases", c_int),
+                ("allowed", c_void_p)]
+
+    def set_biases(self, biases):
+        """Add to the logits of tokens: {token: bias}; -inf leaves a token out."""
+        tokens = [c_integer("a token", token) for token in biases]
+        self.bias_tokens = (c_int * len(tokens))(*tokens)
+        self.biases = (c_float * len(tokens))(*biases.values())
+        self.n_biases = len(tokens)
 
 
 class Info(ctypes.Structure):
@@ -65,7 +79,7 @@ class Info(ctypes.Structure):
 BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position", np.int32),
                         ("logits", np.bool_)], align=True)
 
-MODEL = ENGINE = SEQUENCE = TOKENS = c_void_p
+MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
 # {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
 # argument is ERROR can fail: use call(), which passes that argument.
@@ -96,7 +110,13 @@ FUNCTIONS = {
     "evaluate_sized": (c_bool, ENGINE, c_void_p, c_int, c_size_t, ERROR),
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
-    "sample": (c_int, SEQUENCE, POINTER(Sampler), ERROR),
+    "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
+    "grammar_json": (GRAMMAR, MODEL, c_bool, ERROR),
+    "grammar_free": (None, GRAMMAR),
+    "grammar_reset": (None, GRAMMAR),
+    "grammar_accept": (c_bool, GRAMMAR, c_int),
+    "grammar_allowed": (c_void_p, GRAMMAR, c_int),
+    "grammar_complete": (c_bool, GRAMMAR),
 }
 
 
@@ -379,7 +399,38 @@ class Sequence:
     def sample(self, sampler):
         """Return a next token, drawn from the logits of the latest token that has some."""
         with self.engine.using():
-            return call("sample", self.pointer, byref(sampler))
+            return call("sample_sized", self.pointer, byref(sampler), ctypes.sizeof(sampler))
+
+
+class Grammar:
+    """
+    Which tokens may come next so that a text is a JSON object, as RFC 8259 has it. Give it to
+    Continuation or generate(). One text at a time; reset() begins the next one.
+    """
+
+    def __init__(self, model):
+        pointer = call("grammar_json", model.pointer, True)  # True: an object, not any value
+        self.pointer = owned(self, "llamac_grammar_free", pointer, model)
+
+    def reset(self):
+        """Begin a new text."""
+        library().llamac_grammar_reset(self.pointer)
+
+    def allowed(self, left):
+        """
+        Return the address of a mask for Sampler.allowed: the tokens with which the text can still
+        be completed in `left` tokens.
+        """
+        return library().llamac_grammar_allowed(self.pointer, c_integer("left", left))
+
+    def accept(self, token):
+        """Append a token. Return whether it is allowed."""
+        return library().llamac_grammar_accept(self.pointer, c_integer("a token", token))
+
+    @property
+    def complete(self):
+        """Whether the text is a complete object."""
+        return library().llamac_grammar_complete(self.pointer)
 
 
 class Part(NamedTuple):

@@ -6,6 +6,7 @@ import numpy as np
 import llamac
 
 CHUNK = 64  # tokens of a prompt that are evaluated in one call
+NO_LIMIT = (1 << 31) - 1  # tokens
 
 
 class TextStream:
@@ -78,11 +79,13 @@ class Continuation:
     One call of evaluate() may have the parts of several continuations. If the sequence begins with
     some of the tokens already, these are not evaluated again. When the context is full, it slides.
 
+    grammar: a Grammar that the text obeys. It ends as soon as it is complete.
     reason: None, or why the text ended: "stop" or "length".
     ready: whether all tokens up to the next one to sample are evaluated.
     """
 
-    def __init__(self, sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None):
+    def __init__(self, sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None,
+                 grammar=None):
         if max_tokens is not None and llamac.c_integer("max_tokens", max_tokens) < 0:
             raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no "
                                "limit")
@@ -91,6 +94,9 @@ class Continuation:
             raise llamac.Error("a text of 0 tokens, expected 1 or more")
         self.sequence, self.sampler, self.max_tokens = sequence, sampler, max_tokens
         self.model, self.top_logprobs = sequence.engine.model, top_logprobs
+        self.grammar = grammar
+        if grammar:
+            grammar.reset()
         self.stream, self.details = TextStream(list(stop)), []
         self.count = self.length = 0  # tokens, and characters that advance() returned
         self.reason = "length" if max_tokens == 0 else None
@@ -127,6 +133,16 @@ class Continuation:
         tokens, self.new = self.new[:max_tokens], self.new[max_tokens:]
         return llamac.Part(self.sequence, tokens, logits="none" if len(self.new) else "last")
 
+    def sample(self):
+        """Return the next token, which the grammar allows."""
+        if not self.grammar:
+            return self.sequence.sample(self.sampler)
+        left = NO_LIMIT if self.max_tokens is None else self.max_tokens - self.count
+        self.sampler.allowed = self.grammar.allowed(left)
+        token = self.sequence.sample(self.sampler)
+        self.grammar.accept(token)
+        return token
+
     def advance(self):
         """
         Sample the next token. Return (text, details, count, reason).
@@ -136,7 +152,7 @@ class Continuation:
         """
         model, stream = self.model, self.stream
         logits = None if self.top_logprobs is None else self.sequence.logits
-        token = self.sequence.sample(self.sampler)
+        token = self.sample()
         ended, data = model.ends(token), b""
         if not ended:
             if logits is not None:
@@ -144,23 +160,24 @@ class Continuation:
                 self.details.append(entry | {"offset": self.length + len(stream.held)})
             data = model.decode([token], self.last)
             self.count += 1
-        text = stream.add(data, ended or self.count == self.max_tokens)
+        complete = bool(self.grammar and self.grammar.complete)
+        text = stream.add(data, ended or complete or self.count == self.max_tokens)
         self.length, self.last = self.length + len(text), token
         self.new = np.array([token], np.int32)
-        if ended or stream.stopped:
+        if ended or complete or stream.stopped:
             self.reason = "stop"
         elif self.count == self.max_tokens:
             self.reason = "length"
         else:
             self.slide()
         # At the end all text is certain, but a stop text cuts off tokens, and so their details.
-        complete = self.reason and not stream.stopped
-        certain = [entry for entry in self.details if entry["offset"] < self.length or complete]
+        all_certain = self.reason and not stream.stopped
+        certain = [entry for entry in self.details if entry["offset"] < self.length or all_certain]
         self.details = self.details[len(certain):]
         return text, certain, self.count, self.reason
 
 
-def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None):
+def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None, grammar=None):
     """
     Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
     max_tokens are generated.
@@ -169,8 +186,9 @@ def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=N
     nothing for max_tokens=0.
 
     top_logprobs: how many likeliest tokens the details of a token have; None: no details.
+    grammar: a Grammar that the text obeys.
     """
-    text = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs)
+    text = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs, grammar)
     while not text.reason:
         sequence.engine.evaluate([text.part(CHUNK)])
         if text.ready:

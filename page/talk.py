@@ -88,6 +88,14 @@ def is_stop(value):
     return len(value) <= 4 and all(isinstance(text, str) for text in value)
 
 
+def is_bias(value):
+    """Return whether a value is {token: bias} as OpenAI's API has it."""
+    return len(value) <= 1024 and all(
+        token.isascii() and token.isdigit() and len(token) < 10 and type(bias) in (int, float)
+        and -100 <= bias <= 100 for token, bias in value.items())
+
+
+PENALTY = Field((int, float), "a number from -2 to 2", lambda x: -2 <= x <= 2)
 FLAG = Field((bool,), "true or false")
 COUNT = integer(1, MAX_TOKENS)
 FIELDS = {  # of completions and chats; None: checked where the field is used
@@ -96,15 +104,22 @@ FIELDS = {  # of completions and chats; None: checked where the field is used
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     "stop": Field((str, list), "one to four texts", is_stop),
     "stream_options": Field((dict,), "an object"), "n": integer(1, MAX_TEXTS),
+    "top_k": integer(0, MAX_TOKENS), "presence_penalty": PENALTY, "frequency_penalty": PENALTY,
+    "min_p": Field((int, float), "a number from 0 to 1", lambda x: 0 <= x <= 1),
+    "repeat_penalty": Field((int, float), "a number above 0 and at most 100",
+                            lambda x: 0 < x <= 100),
+    "logit_bias": Field((dict,), "an object of tokens and numbers from -100 to 100", is_bias),
+    "response_format": Field((dict,), 'an object whose type is "text" or "json_object"',
+                             lambda value: value.get("type") in ("text", "json_object")
+                             and len(value) == 1),
 }
 COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
 LABELS = {"user", "metadata"}  # fields that are accepted and ignored
 # Fields that are accepted with these values alone, which mean the same as no field.
-FIXED = {"best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
-         "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
-         "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
+FIXED = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "functions": [],
+         "store": False, "modalities": ["text"]}
 
 
 @dataclass
@@ -115,8 +130,9 @@ class Generation:
     prompts: list    # the tokens of each prompt
     n: int           # texts for each prompt
     max_tokens: int
-    temperature: float
-    top_p: float
+    sampling: dict   # fields of llamac.Sampler
+    biases: dict     # {token: what is added to its logit}
+    json: bool       # the texts are JSON objects
     seed: int        # of the first text of each prompt; the next ones have the numbers after it
     stop: list       # of texts that end the generation
     top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
@@ -129,9 +145,12 @@ class Generation:
         for tokens in self.prompts:
             for i in range(self.n):
                 state = (self.seed + i) & (1 << 64) - 1  # for uint64_t
-                options = {"sampler": llamac.Sampler(self.temperature, self.top_p, state),
-                           "max_tokens": self.max_tokens, "stop": self.stop,
+                sampler = llamac.Sampler(state=state, **self.sampling)
+                sampler.set_biases(self.biases)
+                options = {"sampler": sampler, "max_tokens": self.max_tokens, "stop": self.stop,
                            "top_logprobs": self.top_logprobs}
+                if self.json:
+                    options["grammar"] = llamac.Grammar(cache.engine.model)
                 found.append(Task(cache, tokens, options, events, index=len(found)))
         return found
 
@@ -231,6 +250,26 @@ def chat_tokens(model, body):
     return tokens
 
 
+def sampling(body, fields):
+    """Return the fields of llamac.Sampler that a request sets. Raises ApiError."""
+    names = {"temperature": "temperature", "topp": "top_p", "topk": "top_k", "minp": "min_p",
+             "repeat_penalty": "repeat_penalty", "frequency_penalty": "frequency_penalty",
+             "presence_penalty": "presence_penalty"}
+    defaults = {"temperature": 1, "topp": 1}
+    return {field: checked(body, fields, name, defaults.get(field, 0))
+            for field, name in names.items()}
+
+
+def biases(body, fields, model):
+    """Return {token: bias} of a request. Raises ApiError."""
+    found = {int(token): bias for token, bias in checked(body, fields, "logit_bias", {}).items()}
+    for token in found:
+        if token >= model.info.vocab_size:
+            raise ApiError(f"logit_bias: token {token} is outside the vocabulary of "
+                           f"{model.info.vocab_size} tokens", "logit_bias")
+    return found
+
+
 def parse(body, chat, loaded):
     """Return the Generation that a request asks for. Raises ApiError."""
     model, fields = loaded.model, CHAT if chat else COMPLETION
@@ -265,8 +304,8 @@ def parse(body, chat, loaded):
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
     return Generation(
         name=str(body["model"]), chat=chat, prompts=prompts, n=n, max_tokens=max_tokens,
-        temperature=checked(body, fields, "temperature", 1),
-        top_p=checked(body, fields, "top_p", 1),
+        sampling=sampling(body, fields), biases=biases(body, fields, model),
+        json=checked(body, fields, "response_format", {}).get("type") == "json_object",
         seed=checked(body, fields, "seed", secrets.randbits(63)),
         stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
         top_logprobs=top_logprobs, stream=checked(body, fields, "stream", False),
