@@ -69,7 +69,8 @@ def test_missing_and_odd_files_are_one_line(run_debug_bin, tmp_path):
     path = reciter(tmp_path, [(b"a", 1)])
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_text("Not a model at all, but a text that is longer than any header would be." * 9)
-    for file in ("missing", "empty", "text", "."):
+    assert run(run_debug_bin, tmp_path, status=1).startswith(f"run: {tmp_path}/model.gguf: ")  # a folder is taken for that of a run
+    for file in ("missing", "empty", "text"):
         assert run(run_debug_bin, tmp_path / file, status=1).startswith(f"run: {tmp_path / file}: ")
     assert run(run_debug_bin, tmp_path / "missing", status=1) == f"run: {tmp_path / 'missing'}: no such file\n"
     for file in ("missing", "empty", "text", "."):
