@@ -336,7 +336,7 @@ static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampl
 // by one thread at a time.
 typedef struct llamac_grammar llamac_grammar; // the grammar, and the state of one text
 
-enum { LLAMAC_JSON_DEPTH = 64, LLAMAC_JSON_SPACES = 64 };
+enum { LLAMAC_JSON_DEPTH = 64, LLAMAC_JSON_SPACES = 20 };
 
 // Creates a grammar for the vocabulary of a model, which must stay open, with the same tokenizer,
 // until llamac_grammar_free. If `object` is true, the text is an object, otherwise any value. Fails

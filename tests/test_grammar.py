@@ -12,7 +12,7 @@ from tests.conftest import LIBRARY, SANITIZE, compile_c
 from tests.test_bpe_run import texts, trained, write_model
 from tests.test_encode import SPACE, VOCABULARIES, pieces_of, train, write_gguf
 
-DEPTH, SPACES = 64, 64  # LLAMAC_JSON_DEPTH, LLAMAC_JSON_SPACES
+DEPTH, SPACES = 64, 20  # LLAMAC_JSON_DEPTH, LLAMAC_JSON_SPACES
 SPECIAL = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
 BYTES = [(b"<0x%02X>" % b, 0.0, 6) for b in range(256)]
 ODD = ['"}', '"}}', "]]", "]]]]", "}]", "},", "},{", '"},{"', '":', '":"', '": "', '", "', '"]', "[]", "{}", "[[", "[{", '{"', '[{"',
