@@ -219,12 +219,24 @@ static Group group_in(const Cpu *cpu, float *scratch) {
     return g;
 }
 
+// Computes the scores of positions begin..end-1 of a range, page by page, or mixes their values with
+// the weights g.p.
+static void attend_pages(const Cpu *cpu, Attention *a, const Range *r, Group g, int begin, int end,
+                         void (*kernel)(const Attention *)) {
+    for (int i = begin, next; i < end; i = next) {
+        next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end;
+        CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
+        a->keys = kv.keys, a->values = kv.values;
+        a->p = g.p + i, a->n = next - i, a->add = i > begin;
+        kernel(a);
+    }
+}
+
 // Computes the attention of a group to positions begin..end-1 of a range, counted from its start.
-// Writes the weighted sums to g->part and the softmax of each query to s.
+// Writes the weighted sums to g.part and the softmax of each query to s.
 static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range *r, Group g,
                          int begin, int end, Softmax *s) {
     const Config *c = &cpu->config;
-    const Kernels *k = cpu->kernels;
     Attention a = {.q = cpu->q + (size_t)item->t * c->q_dim + (size_t)item->head * c->head_dim,
                    .q_stride = c->head_dim,
                    .n_queries = item->n,
@@ -233,21 +245,14 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
                    .type = cpu->kv_type,
                    .head_dim = c->head_dim,
                    .width = cpu->value_width};
-    int first = begin / TILE * TILE; // of a tile
-    for (int pass = 0; pass < 2; pass++) {
-        for (int i = first, next; i < end; i = next) {
-            next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end;
-            CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
-            a.keys = kv.keys, a.values = kv.values;
-            a.p = g.p + i, a.n = next - i, a.add = i > first;
-            pass ? k->mix(&a) : k->scores(&a);
-        }
-        for (int q = 0; q < item->n && pass == 0; q++) {
-            float *p = g.p + q * KV_RANGE;
-            s[q] = weigh(cpu, r, p, begin, end);
-            memset(p + first, 0, (begin - first) * sizeof *p);
-        }
+    int first = begin / TILE * TILE; // position of the tile of `begin`
+    attend_pages(cpu, &a, r, g, first, end, cpu->kernels->scores);
+    for (int q = 0; q < item->n; q++) {
+        float *p = g.p + q * KV_RANGE;
+        s[q] = weigh(cpu, r, p, begin, end);
+        memset(p + first, 0, (begin - first) * sizeof *p);
     }
+    attend_pages(cpu, &a, r, g, first, end, cpu->kernels->mix);
 }
 
 // Divides the sums of a query head of token t by the sum of the weights, and writes the result.
