@@ -46,7 +46,11 @@ static void start(Run *r, int positions) {
     llamac_error error;
     o.positions = positions;
     r->engine = llamac_start(r->model, &o, &error);
-    if (!r->engine) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
+    if (!r->engine) {
+        const char *subject = !strcmp(o.device, "cuda") ? "cuda" : "start";
+        if (o.isa && strstr(error.text, "instruction set")) subject = "LLAMAC_ISA";
+        die(subject, "%s", error.text);
+    }
     if (*llamac_note(r->engine)) fprintf(stderr, "%s\n", llamac_note(r->engine));
 }
 

@@ -52,6 +52,11 @@ def random_k(x, dtype, rng):
     return blocks.reshape(len(x), -1)
 
 
+def is_quantised(form):
+    """Whether matrices of a form are multiplied in 8 bits: also llama2.c's, in groups of whole blocks of 32."""
+    return form[:1] == "q" or form[:3] == "v2:" and int(form[3:]) % 32 == 0
+
+
 class Model:
     """Random weights w[name] (rows, cols) or w[name, layer]; pieces: a vocabulary of the 256 bytes, and a few pairs."""
 
@@ -104,16 +109,19 @@ class Model:
         model.load_state_dict(state)
         return model.eval()
 
-    def logits(self, ids, weights=None, form=""):
-        """With a quantised form, what goes into its matrices is rounded to 8 bits, and keys and values to 16."""
+    def logits(self, ids, weights=None, form="", isa=""):
+        """With a quantised form, what goes into its matrices is rounded to 8 bits, and keys and values to 16. An instruction
+        set that multiplies BF16 rounds to BF16 what goes into such matrices."""
         oracle, attention = self.oracle(weights), modeling_llama.eager_attention_forward
-        quantised = form.startswith("q")
+        quantised = is_quantised(form)
 
         def half_attention(module, q, k, v, *args, **kwargs):
             return attention(module, q, k.half().float(), v.half().float(), *args, **kwargs)
         for module in oracle.modules():
             if quantised and isinstance(module, torch.nn.Linear) and module.in_features % 32 == 0:
                 module.register_forward_pre_hook(lambda _, inputs: round_to_8_bits(inputs[0]))
+            if form == "bf16" and isa == "avx512bf16" and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
         half = quantised and self.dim % 32 == 0
         with torch.no_grad(), mock.patch.object(modeling_llama, "eager_attention_forward",
                                                 half_attention if half else attention):
@@ -257,7 +265,8 @@ def assert_close(ours, expected, form):
     """Logits (tokens, vocabulary) of a model file of this form, and transformers'."""
     assert ours.shape == expected.shape
     error = np.abs(ours - expected).max(axis=1) / np.abs(expected).max()
-    if form[0] == "q":  # a difference in the last bit may round an activation the other way, which changes all later ones
+    # where activations are rounded, a difference in the last bit may round one the other way, which changes all later ones
+    if is_quantised(form) or form == "bf16":
         assert error.min() <= 1e-5 and error.max() <= 4e-2
     else:
         assert error.max() <= 1e-4
@@ -287,8 +296,8 @@ def test_logits_equal_transformers(run_bin, tmp_path, shape, form):
         options |= dict(theta=10000.0, scaling=1.0)
     model = Model(**options)
     args, held = model.write(tmp_path, form)
-    expected = model.logits(ids_of(TEXT, form[0] == "v"), held, form)
     for isa in ISAS:
+        expected = model.logits(ids_of(TEXT, form[0] == "v"), held, form, isa)
         assert_close(logits(run_bin, args, TEXT, model.vocab, isa), expected, form)
 
 
