@@ -98,7 +98,7 @@ FUNCTIONS = {
     "evaluate_sized": (c_bool, ENGINE, c_void_p, c_int, c_size_t, ERROR),
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
-    "sample": (c_int, SEQUENCE, POINTER(Sampler), ERROR),
+    "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
 }
 
 
@@ -399,7 +399,7 @@ class Sequence:
     def sample(self, sampler):
         """Return a next token, drawn from the logits of the latest token that has some."""
         with self.engine.using():
-            return call("sample", self.pointer, byref(sampler))
+            return call("sample_sized", self.pointer, byref(sampler), ctypes.sizeof(Sampler))
 
 
 class Part(NamedTuple):
