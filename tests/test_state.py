@@ -6,6 +6,7 @@ import re
 import stat
 import struct
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -261,10 +262,10 @@ def test_other_files_are_never_replaced(saved, tmp_path):
 def test_a_full_disk_leaves_the_earlier_file(saved, paths, tmp_path):
     """The limit of a file's size stands for the disk's."""
     _, path, data = saved
-    code = ("import llamac, resource, signal, sys\n"
+    code = ("import llamac, pathlib, resource, signal, sys\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
-            "llamac.PATHS[:] = [sys.argv[1]]\n"
+            "llamac.PATHS[:] = [pathlib.Path(sys.argv[1])]\n"
             "try: llamac.Engine(llamac.Model(sys.argv[2])).load(sys.argv[3]).save(sys.argv[3])\n"
             "except llamac.Error as e: print(e)\n")
     done = subprocess.run([sys.executable, "-c", code, llamac.PATHS[0], paths["GQA"], path], capture_output=True, text=True, cwd=ROOT)
