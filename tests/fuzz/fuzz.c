@@ -22,7 +22,11 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/sampler.c"
+#define add_byte add_text_byte // chat.c has functions of these names
+#define add_token add_text_token
 #include "../../runtime/text.c"
+#undef add_byte
+#undef add_token
 #include "../../runtime/state.c"
 #include "../../runtime/llama.c"
 #include "../../runtime/grammar.c"
