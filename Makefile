@@ -14,7 +14,7 @@ SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
-TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar
+TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state
 RUNS    := 3000000
 
 .PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
@@ -86,7 +86,7 @@ runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## run for NVIDIA GPUs (need
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
-fuzz: .venv/test     ## fuzz run's loaders, encoder and grammar with clang's libFuzzer, RUNS inputs for each target
+fuzz: .venv/test     ## fuzz run's loaders, encoder, grammar and saved sequences with clang's libFuzzer, RUNS inputs for each target
 	mkdir -p cache/fuzz
 	clang -std=gnu11 -g -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
 	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c tests/fuzz/printer.c runtime/cpu/*.c -lm -pthread

@@ -51,6 +51,41 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
     llamac_text_free(text);
 }
 
+// Returns the library's message without the path at its beginning, because die prints the path.
+static const char *message_of(const llamac_error *error, const char *path) {
+    size_t n = strlen(path) < 200 ? strlen(path) : 200; // the library shows 200 bytes of a path
+    return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2
+                                                                            : error->text;
+}
+
+// Reads keys and values of the prompt from the file of --prompt-cache, unless this is the first run
+// with that file: those of the tokens with which both begin. The last token is evaluated in any
+// case, for its logits.
+static void load_prompt(Run *r, Stream *s) {
+    llamac_error error;
+    const char *path = r->prompt_cache;
+    struct stat found;
+    if (stat(path, &found) && errno == ENOENT) return;
+    llamac_sequence *saved = llamac_sequence_load(r->engine, path, &error);
+    if (!saved) die(path, "%s", message_of(&error, path));
+    const int *tokens = llamac_sequence_tokens(saved);
+    int n = 0, length = llamac_sequence_length(saved);
+    while (n < length && n < s->length && tokens[n] == s->window[n]) n++;
+    if (n == s->length) r->prompt_cache = NULL; // the file has the whole prompt: leave it
+    s->evaluated = n < s->length ? n : s->length - 1;
+    if (!llamac_sequence_truncate(saved, s->evaluated, &error)) die(path, "%s", error.text);
+    llamac_sequence_free(s->sequence);
+    s->sequence = saved;
+    fprintf(stderr, "prompt: %d of %d tokens read from the file of --prompt-cache\n", s->evaluated,
+            s->length);
+}
+
+static void save_prompt(const Run *r, const Stream *s) {
+    llamac_error error;
+    const char *path = r->prompt_cache;
+    if (!llamac_sequence_save(s->sequence, path, &error)) die(path, "%s", message_of(&error, path));
+}
+
 // Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
 // or a stream that has evaluated all tokens of the same prompt but the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
@@ -62,9 +97,12 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     if (!s->done) {
         int context = r->options.positions;
         // The last token is not evaluated, so r->steps positions are enough, even with BOS
-        if (!r->engine) start(r, r->steps < context ? r->steps : context);
+        // The file of a longer prompt needs the positions of the whole context
+        int positions = r->steps < context && !r->prompt_cache ? r->steps : context;
+        if (!r->engine) start(r, positions);
         if (first) open_copy(r, s, first);
         else open_stream(r, s), feed(r, s, tokens, n);
+        if (r->prompt_cache) load_prompt(r, s);
         begin_text(r, s, r->stops, r->n_stops, (int)(total - n));
     }
     llamac_free(tokens);
@@ -140,7 +178,10 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
         if (!b.n_active) continue;
         if (!began) began = seconds();
         evaluate(r, b.active, b.n_active);
-        if (!middle) middle = seconds(), prompt_tokens = r->evaluated;
+        if (!middle) {
+            middle = seconds(), prompt_tokens = r->evaluated;
+            if (r->prompt_cache) save_prompt(r, b.active[0]);
+        }
         continue_texts(r, &b);
         print_texts(r, &b);
     }
@@ -414,13 +455,6 @@ static void file_shrank(int number) {
     _exit(1);
 }
 
-// Returns the library's message without the path at its beginning, because die prints the path.
-static const char *message_of(const llamac_error *error, const char *path) {
-    size_t n = strlen(path) < 200 ? strlen(path) : 200; // the library shows 200 bytes of a path
-    return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2
-                                                                            : error->text;
-}
-
 // Returns the path of the model, to be freed: the folder of a run has it in model.gguf.
 static char *model_path(const char *path) {
     struct stat found;
@@ -465,6 +499,7 @@ int main(int argc, char **argv) {
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
+    r.prompt_cache = o.prompt_cache;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
                                  .topp = (float)o.topp,

@@ -25,6 +25,8 @@ static const char help[] =
     "  -b NUMBER        texts at once: of one prompt, with seeds s, s+1 ... (1), or of\n"
     "                   --prompts and --jsonl (16)\n"
     "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
+    "  --prompt-cache FILE  keep keys and values of the prompt in a file; the next prompt\n"
+    "                   that begins alike is evaluated from where it differs\n"
     "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
@@ -59,7 +61,7 @@ enum { MAX_STOPS = 16, MAX_AT_ONCE = 1024, AT_ONCE = 16 }; // AT_ONCE: texts at 
 
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system;
-    const char *template, *perplexity, *device, *kv, *prompts;
+    const char *template, *perplexity, *device, *kv, *prompts, *prompt_cache;
     const char *stops[MAX_STOPS];
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
@@ -99,6 +101,7 @@ static Option find_option(Options *o, const char *flag) {
         {"-y", .text = &o->system},
         {"--stop", .text = &o->stops[o->n_stops], .count = &o->n_stops},
         {"--prompts", .text = &o->prompts},
+        {"--prompt-cache", .text = &o->prompt_cache},
         {"--kv", .text = &o->kv},
         {"--device", .text = &o->device},
         {"--perplexity", .text = &o->perplexity},
@@ -164,6 +167,9 @@ static void check_tasks(const Options *o) {
     }
     if (o->at_once > 1 && (tasks || chat))
         die("-b", "expected texts of a prompt, not another task");
+    if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
+        die("--prompt-cache",
+            "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
 }
 
 static void check_options(const Options *o) {

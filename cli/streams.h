@@ -13,9 +13,10 @@ typedef struct {
     llamac_sampler sampler;   // with which a stream begins
     const char *const *stops; // (n_stops,) strings before which a text ends
     int n_stops;
-    bool raw;  // print all bytes as they are
-    int steps; // max tokens of a text, or of an answer in a chat
-    bool told; // the user has been told that a window slid
+    bool raw;                 // print all bytes as they are
+    int steps;                // max tokens of a text, or of an answer in a chat
+    bool told;                // the user has been told that a window slid
+    const char *prompt_cache; // file with keys and values of a prompt, or NULL
     // for evaluate
     llamac_batch_token *batch; // (capacity,)
     int capacity;

@@ -104,6 +104,8 @@ FUNCTIONS = {
     "sequence_free": (None, SEQUENCE),
     "sequence_copy": (SEQUENCE, SEQUENCE, c_int, ERROR),
     "sequence_truncate": (c_bool, SEQUENCE, c_int, ERROR),
+    "sequence_save": (c_bool, SEQUENCE, c_char_p, ERROR),
+    "sequence_load": (SEQUENCE, ENGINE, c_char_p, ERROR),
     "sequence_length": (c_int, SEQUENCE),
     "sequence_tokens": (c_void_p, SEQUENCE),
     "forward": (c_bool, SEQUENCE, TOKENS, c_int, c_int, ERROR),
@@ -322,6 +324,16 @@ class Engine:
             call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
                  BATCH_TOKEN.itemsize)
 
+    def load(self, path):
+        """
+        Return a sequence with the tokens in a file of Sequence.save, whose keys and values are read
+        instead of computed. It has no logits until a token is evaluated.
+        """
+        sequence = object.__new__(Sequence)
+        with self.using():
+            sequence.adopt(self, call("sequence_load", self.pointer, bytes(Path(path))))
+        return sequence
+
     def logits(self, i):
         """
         Return the logits of token i of the latest call that evaluated tokens, counted over all its
@@ -364,6 +376,14 @@ class Sequence:
         """Drop all tokens but the first n."""
         with self.engine.using():
             call("sequence_truncate", self.pointer, c_integer("n", n))
+
+    def save(self, path):
+        """
+        Save the tokens and their keys and values in a file, for Engine.load. It replaces an earlier
+        file of save, and nothing else.
+        """
+        with self.engine.using():
+            call("sequence_save", self.pointer, bytes(Path(path)))
 
     def __len__(self):
         return library().llamac_sequence_length(self.pointer)

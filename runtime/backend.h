@@ -163,14 +163,17 @@ typedef struct {
 
 // The operations (ops) of a transformer. Each one fuses several steps where that is faster. embed
 // is called first; the others may follow in any order. For each token,
-// norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight. The format of the KV cache and of values
-// inside an op is private to the backend.
+// norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight. The layout of the KV cache and the format of
+// values inside an op are private to the backend.
 //
 // What an op computes for a token of the CPU backend does not depend, to the last bit, on the other
 // tokens of the batch.
 struct Backend {
     int chunk;    // max tokens of a batch
     int max_runs; // max runs of a batch
+    // of a number in the KV cache: 32 (float32), 16 (half precision), or 8 (signed bytes, with a
+    // float32 scale for each key and each value of a head)
+    int kv_bits;
     // begin and end may be NULL. forward calls begin, then the ops unless begin returned false, and
     // always end, which completes the results. If begin returns false, the backend itself computes
     // the batch, from a recording of the ops of an earlier call or in one kernel.
@@ -188,6 +191,13 @@ struct Backend {
     // Makes an empty cache share the first n positions of another. Returns false if there is not
     // enough memory.
     bool (*share)(Backend *, Cache *, const Cache *from, int n);
+    // Copies positions pos..pos+n-1 of a cache to `bytes`, in a layout that does not depend on the
+    // backend: keys (n_layers, n_kv_heads, n, head_dim) and values of the same shape, of kv_bits
+    // each; if kv_bits is 8, then the scales of the keys (n_layers, n_kv_heads, n) and those of the
+    // values.
+    void (*read_cache)(Backend *, const Cache *, int pos, int n, void *bytes);
+    // Copies such bytes to positions that are reserved.
+    void (*write_cache)(Backend *, Cache *, int pos, int n, const void *bytes);
     // x (T, dim) = rows `tokens` (T,) of the table. The first op of a call of forward
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
     // Computes causal attention of x (T, dim):

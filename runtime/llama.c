@@ -3,11 +3,13 @@
 #include "cpu/kernels.h"
 #include "model.h"
 #include "sampler.h"
+#include "state.h"
 
 struct llamac_engine {
     // A copy of llamac_model.transformer and of its array of layers, because the backend may change
     // the pointers to weights
     Model model;
+    const Model *source; // the one of llamac_model, whose weights stay in host memory
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
     int chunk;              // max tokens in one pass through the backend
@@ -139,6 +141,52 @@ bool llamac_sequence_truncate(llamac_sequence *s, int n, Error *e) {
 int llamac_sequence_length(const llamac_sequence *s) { return s ? s->length : 0; }
 
 const int *llamac_sequence_tokens(const llamac_sequence *s) { return s ? s->tokens : NULL; }
+
+// ----------------------------------------------------------------------------
+// Saved sequences
+
+static StateOwner owner_of(const llamac_engine *engine) {
+    return (StateOwner){engine->source, engine->backend, engine->positions};
+}
+
+bool llamac_sequence_save(const llamac_sequence *s, const char *path, Error *e) {
+    clear(e);
+    CHECK(s, no_sequence);
+    StateOwner owner = owner_of(s->engine);
+    return llamac_write_state(path, &owner, s->cache, s->tokens, s->length, e)
+           || llamac_name_file(path ? path : "", e);
+}
+
+// Begins a sequence with what a file's bytes have.
+static llamac_sequence *restore(llamac_engine *engine, const uint8_t *bytes, size_t size,
+                                Error *e) {
+    StateOwner owner = owner_of(engine);
+    Backend *b = engine->backend;
+    SavedState saved;
+    if (!llamac_check_state(bytes, size, &owner, &saved, e)) return NULL;
+    llamac_sequence *s = llamac_sequence_new(engine, e);
+    if (!s) return NULL;
+    bool ok = make_token_room(s, saved.n, e);
+    if (ok && !b->reserve(b, s->cache, 0, saved.n)) ok = fail(e, no_memory);
+    if (ok) llamac_restore_cache(&saved, &owner, s->cache);
+    const char *failure = ok && b->failure ? b->failure(b) : NULL;
+    if (failure) ok = fail(e, "%s", failure);
+    if (!ok) return llamac_sequence_free(s), NULL;
+    if (saved.n) memcpy(s->tokens, saved.tokens, saved.n * sizeof *s->tokens);
+    s->length = saved.n;
+    return s;
+}
+
+llamac_sequence *llamac_sequence_load(llamac_engine *engine, const char *path, Error *e) {
+    File file;
+    clear(e);
+    if (!engine) return fail(e, no_engine), NULL;
+    if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
+    llamac_sequence *s = restore(engine, file.bytes, file.size, e);
+    llamac_unmap(&file);
+    if (!s) llamac_name_file(path, e);
+    return s;
+}
 
 // ----------------------------------------------------------------------------
 // Evaluating tokens
@@ -416,7 +464,7 @@ llamac_engine *llamac_start_sized(const llamac_model *model, const llamac_option
     Layer *layers = resize(NULL, m->config.n_layers, sizeof *layers);
     if (!engine || !layers) return free(engine), free(layers), fail(e, no_memory), NULL;
     memcpy(layers, m->weights.layers, m->config.n_layers * sizeof *layers);
-    engine->model = *m;
+    engine->model = *m, engine->source = m;
     engine->model.weights.layers = layers;
     if (open_engine(engine, &o, e)) return engine;
     return llamac_stop(engine), NULL;

@@ -243,6 +243,18 @@ LLAMAC_API llamac_sequence *llamac_sequence_copy(const llamac_sequence *, int n,
 // Drops all tokens but the first n.
 LLAMAC_API bool llamac_sequence_truncate(llamac_sequence *, int n, llamac_error *);
 
+// Saves the tokens of a sequence and their KV cache in a file, with which llamac_sequence_load
+// begins a sequence without evaluating them. The file is written beside `path` and then moved
+// there, so a file at `path` is always whole. That replaces an earlier file of this function; fails
+// if anything else is there. Only the owner of the file can read it.
+LLAMAC_API bool llamac_sequence_save(const llamac_sequence *, const char *path, llamac_error *);
+
+// Begins a sequence with the tokens in a file of llamac_sequence_save. It continues like the saved
+// one, to the last bit. It has no logits until a token is evaluated: to get those of the last
+// token, evaluate that again, at its position. Fails if the file is damaged, was saved with another
+// model or other kv_bits, or has more tokens than llamac_positions.
+LLAMAC_API llamac_sequence *llamac_sequence_load(llamac_engine *, const char *path, llamac_error *);
+
 // Returns the number of tokens of a sequence.
 LLAMAC_API int llamac_sequence_length(const llamac_sequence *);
 

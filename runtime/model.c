@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <math.h>
 #include "model.h"
+#include "sha256.h"
 
 enum {
     TOKEN_EMBEDDING,
@@ -491,57 +492,13 @@ bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, 
 // ----------------------------------------------------------------------------
 // Checksums
 
-// Round constants of SHA-256: the first 32 bits of the fractional parts of the cube roots of the
-// first 64 primes.
-static const uint32_t sha256_rounds[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
-};
-
-static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
-
-static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
-    uint32_t w[64], h[8];
-    for (int i = 0; i < 16; i++)
-        w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8
-               | block[4 * i + 3];
-    for (int i = 16; i < 64; i++) {
-        uint32_t a = w[i - 15], b = w[i - 2];
-        w[i] = w[i - 16] + (rotate_right(a, 7) ^ rotate_right(a, 18) ^ a >> 3) + w[i - 7]
-               + (rotate_right(b, 17) ^ rotate_right(b, 19) ^ b >> 10);
-    }
-    memcpy(h, state, sizeof h);
-    for (int i = 0; i < 64; i++) {
-        uint32_t a = h[0], e = h[4];
-        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25))
-                       + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
-        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
-                       + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
-        for (int k = 7; k > 0; k--) h[k] = h[k - 1];
-        h[4] += one;
-        h[0] = one + two;
-    }
-    for (int i = 0; i < 8; i++) state[i] += h[i];
-}
-
-// Computes the SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
+// Computes the SHA-256 of n bytes as hexadecimal digits.
 static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
-    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    size_t whole = n / 64 * 64, rest = n - whole, padded = rest < 56 ? 64 : 128;
-    uint8_t last[128] = {0};
-    for (size_t at = 0; at < whole; at += 64) sha256_block(state, bytes + at);
-    memcpy(last, bytes + whole, rest);
-    last[rest] = 0x80;
-    for (int i = 0; i < 8; i++) last[padded - 1 - i] = (uint8_t)((uint64_t)n * 8 >> 8 * i);
-    for (size_t at = 0; at < padded; at += 64) sha256_block(state, last + at);
-    for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
+    uint8_t digest[SHA256_BYTES];
+    Sha256 sha = llamac_sha256_begin();
+    llamac_sha256_add(&sha, bytes, n);
+    llamac_sha256_end(&sha, digest);
+    for (int i = 0; i < SHA256_BYTES; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
 }
 
 // Returns whether the file has a checksum of the list of tensors that matches the list. A program
@@ -569,6 +526,59 @@ bool llamac_verify(const llamac_model *m, Error *e) {
     clear(e);
     CHECK(m, no_model);
     return verify(&m->transformer, e) || llamac_name_file(m->path, e); // the latter returns false
+}
+
+// ----------------------------------------------------------------------------
+// Identity
+
+// Adds a number as four bytes, the lowest first.
+static void add_number(Sha256 *sha, uint32_t number) { llamac_sha256_add(sha, &number, 4); }
+
+static void add_float(Sha256 *sha, double x) {
+    float rounded = (float)x;
+    llamac_sha256_add(sha, &rounded, 4);
+}
+
+// Adds SAMPLES evenly spaced samples of the bytes, the last one at the end; all of them if they are
+// not more than the samples. Reading everything would take as long as loading the model.
+static void add_samples(Sha256 *sha, const void *bytes, uint64_t n) {
+    enum { SAMPLES = 8, SAMPLE = 64 }; // SAMPLE in bytes
+    if (n <= SAMPLES * SAMPLE) {
+        llamac_sha256_add(sha, bytes, n);
+        return;
+    }
+    for (int i = 0; i < SAMPLES; i++)
+        llamac_sha256_add(sha, (const uint8_t *)bytes + (n - SAMPLE) / (SAMPLES - 1) * i, SAMPLE);
+}
+
+static void add_tensor(Sha256 *sha, const Mat *m) {
+    uint64_t size = bytes_of(m), numbers = (uint64_t)m->rows * m->cols;
+    add_number(sha, m->type), add_number(sha, m->rows), add_number(sha, m->cols);
+    if (m->type == INT8_GROUPS) {
+        add_samples(sha, m->scales, size - numbers);
+        size = numbers;
+    }
+    add_samples(sha, m->data, size);
+}
+
+void llamac_identify(const Model *m, uint8_t identity[SHA256_BYTES]) {
+    const Config *c = &m->config;
+    const int sizes[] = {c->dim,        c->hidden_dim, c->n_layers, c->n_heads, c->n_kv_heads,
+                         c->vocab_size, c->seq_len,    c->head_dim, c->window,  c->rope_halves};
+    Sha256 sha = llamac_sha256_begin();
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) add_number(&sha, sizes[i]);
+    add_float(&sha, c->norm_eps), add_float(&sha, c->rope_scale);
+    // rounded, because the last bits of a double differ between libraries of mathematics
+    for (int i = 0; i < c->head_dim / 2; i++) add_float(&sha, m->weights.frequencies[i]);
+    if (m->sha256) llamac_sha256_add(&sha, m->sha256, 64);
+    if (m->list_sha256) llamac_sha256_add(&sha, m->list_sha256, 64);
+    // also with checksums, which may be stale (see list_is_unchanged)
+    for (int i = 0; i < N_TENSORS; i++)
+        for (int layer = 0; layer < (tensors[i].per_layer ? c->n_layers : 1); layer++) {
+            const Mat *mat = place_of((Weights *)&m->weights, i, layer);
+            if (mat->data) add_tensor(&sha, mat);
+        }
+    llamac_sha256_end(&sha, identity);
 }
 
 // ----------------------------------------------------------------------------

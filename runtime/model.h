@@ -5,6 +5,7 @@
 #include "backend.h"
 #include "bytes.h"
 #include "os.h"
+#include "sha256.h"
 
 _Static_assert(sizeof(size_t) == 8,
                "sizes of models are counted in 64 bits; 32-bit systems cannot run them");
@@ -196,6 +197,11 @@ bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, E
 
 // Puts the path before the message, unless it is "". Returns false.
 bool llamac_name_file(const char *path, Error *);
+
+// Computes what tells a model from others: the SHA-256 of its sizes, RoPE's frequencies, the
+// checksums in its file if there are some, and the type, the shape and eight samples of 64 bytes of
+// each tensor. The weights must be in host memory.
+void llamac_identify(const Model *, uint8_t identity[SHA256_BYTES]);
 
 // Returns how many bytes of weights the computation of one token reads, and the lowest address of
 // these weights in *first.

@@ -46,6 +46,55 @@ void llamac_unmap(File *file) {
     *file = (File){0};
 }
 
+// Fails if something is at `path` that does not begin with the n bytes of `magic`, or is no file.
+static bool may_replace(const char *path, const void *magic, size_t n, Error *e) {
+    uint8_t found[64];
+    struct stat info;
+    bool exists = lstat(path, &info) == 0;
+    if (!exists && errno == ENOENT) return true;
+    CHECK(exists, "%s", strerror(errno));
+    // A link would be replaced, instead of the file that it names; a pipe would be waited for
+    CHECK(S_ISREG(info.st_mode), "something else than a regular file is there: name another file");
+    FILE *file = fopen(path, "rb");
+    CHECK(file, "%s", strerror(errno));
+    bool same = fread(found, 1, n, file) == n && !memcmp(found, magic, n);
+    fclose(file);
+    CHECK(same, "a file that this library did not write is there: name another file");
+    return true;
+}
+
+bool llamac_create_file(NewFile *file, const char *path, const void *magic, size_t n, Error *e) {
+    CHECK(path, "the path is NULL");
+    CHECK(*path, "the path is empty");
+    TRY(may_replace(path, magic, n, e));
+    size_t length = strlen(path);
+    char *name = resize(NULL, length + 8, 1);
+    CHECK(name, no_memory);
+    memcpy(name, path, length);
+    strcpy(name + length, ".XXXXXX");
+    int number = mkstemp(name);
+    FILE *stream = number < 0 ? NULL : fdopen(number, "wb");
+    bool ok = stream != NULL;
+    if (!ok) fail(e, "a file beside it cannot be created: %s", strerror(errno));
+    if (!ok && number >= 0) close(number), unlink(name);
+    if (!ok) free(name);
+    else *file = (NewFile){stream, name};
+    return ok;
+}
+
+bool llamac_finish_file(NewFile *file, const char *path, bool ok, Error *e) {
+    bool written = ok && !fflush(file->stream) && !fsync(fileno(file->stream));
+    if (ok && !written) fail(e, "%s", strerror(errno));
+    bool closed = !fclose(file->stream);
+    if (written && !closed) fail(e, "%s", strerror(errno));
+    bool moved = written && closed && !rename(file->name, path);
+    if (written && closed && !moved) fail(e, "%s", strerror(errno));
+    if (!moved) unlink(file->name);
+    free(file->name);
+    *file = (NewFile){0};
+    return moved;
+}
+
 void llamac_use_large_pages(const void *p, size_t n) {
 #ifdef MADV_HUGEPAGE // Linux
     madvise((void *)p, n, MADV_HUGEPAGE);

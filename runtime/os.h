@@ -17,6 +17,20 @@ typedef struct {
 bool llamac_map_file(const char *path, File *, Error *);
 void llamac_unmap(File *);
 
+// A file that is being written under a name of its own, in the folder where it will be.
+typedef struct {
+    FILE *stream;
+    char *name; // the name of its own, allocated
+} NewFile;
+
+// Creates a file, readable only by its owner, that llamac_finish_file moves to `path`. Fails if
+// something is at `path` that is not a regular file beginning with the n bytes of `magic`.
+bool llamac_create_file(NewFile *, const char *path, const void *magic, size_t n, Error *);
+
+// Closes the file and moves it to `path` when all of it is on the disk. If `ok` is false or that
+// fails, removes it. Returns whether it is at `path`. If `ok` is false, *e is not changed.
+bool llamac_finish_file(NewFile *, const char *path, bool ok, Error *);
+
 // Asks the system to use large pages, where it supports them, for n bytes that are allocated or
 // mapped from a file.
 void llamac_use_large_pages(const void *p, size_t n);

@@ -3,6 +3,7 @@
 // Usage: cuda_sequences CASE MODEL
 //   turns     sequences that are evaluated by turns, and in one batch, have the texts of each alone
 //   copies    a copy of a sequence continues like the sequence, and neither changes the other
+//   saved     a sequence that is saved and loaded continues like the sequence, on the CPU nearly so
 //   logits    the same logits as the CPU's, in memory that moves between two calls
 //   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
 //             recordings (emulated)
@@ -12,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <string>
 #include <vector>
 #include "../runtime/llamac.h"
@@ -145,6 +147,43 @@ static void copies(llamac_model *model) {
     llamac_stop(engine);
 }
 
+// The file of a saved sequence, which is removed.
+static std::string file_name() { return "/tmp/cuda_sequences." + std::to_string(getpid()); }
+
+static llamac_sequence *save_and_load(llamac_sequence *s, llamac_engine *engine) {
+    bool saved = llamac_sequence_save(s, file_name().c_str(), &error);
+    llamac_sequence *loaded = NULL;
+    if (saved) loaded = llamac_sequence_load(engine, file_name().c_str(), &error);
+    unlink(file_name().c_str());
+    return loaded;
+}
+
+static void saved(llamac_model *model) {
+    enum { LENGTH = 3 };
+    llamac_engine *engines[2] = {start(model, "cuda", false), start(model, "cpu", false)};
+    EXPECT(engines[0] && engines[1]);
+    for (int n : {1, 7, 64, 70}) { // blocks of a file have 64 positions
+        llamac_sequence *s = llamac_sequence_new(engines[0], &error);
+        EXPECT(s && extend(s, prompt(n, n)) >= 0);
+        llamac_sequence *on_gpu = save_and_load(s, engines[0]);
+        EXPECT(on_gpu && llamac_sequence_length(on_gpu) == n);
+        llamac_sequence *on_cpu = save_and_load(s, engines[1]);
+        EXPECT(on_cpu && llamac_sequence_length(on_cpu) == n);
+        Tokens expected = write_tokens(s, 5, LENGTH);
+        std::vector<float> row;
+        EXPECT(extend(s, {9}) >= 0);
+        row.assign(llamac_logits(s), llamac_logits(s) + llamac_describe(model).vocab_size);
+        EXPECT(write_tokens(on_gpu, 5, LENGTH) == expected && extend(on_gpu, {9}) >= 0);
+        EXPECT(!memcmp(row.data(), llamac_logits(on_gpu), row.size() * sizeof(float)));
+        for (int token : expected) EXPECT(extend(on_cpu, {token}) >= 0);
+        EXPECT(extend(on_cpu, {9}) >= 0);
+        for (size_t i = 0; i < row.size(); i++)
+            EXPECT(fabsf(row[i] - llamac_logits(on_cpu)[i]) <= 1e-3f * (1 + fabsf(row[i])));
+        for (llamac_sequence *sequence : {s, on_gpu, on_cpu}) llamac_sequence_free(sequence);
+    }
+    for (llamac_engine *engine : engines) llamac_stop(engine);
+}
+
 // Evaluates a batch of n tokens on both engines and compares the logits of some of them.
 static void compare(llamac_engine *engines[2], llamac_sequence *s[2], int vocab_size, int n,
                     int number, bool (*is_wanted)(int, int)) {
@@ -214,6 +253,9 @@ static bool use(llamac_engine *engine, llamac_sequence *s) {
     llamac_sequence *copy = llamac_sequence_copy(s, 4, &error);
     bool ok = copy && extend(copy, {6}) >= 0;
     llamac_sequence_free(copy);
+    llamac_sequence *loaded = ok ? save_and_load(s, engine) : NULL;
+    ok = loaded && extend(loaded, {6}) >= 0;
+    llamac_sequence_free(loaded);
     return ok && llamac_bandwidth(engine) > 0;
 }
 
@@ -264,6 +306,7 @@ int main(int argc, char **argv) {
     std::string name = argv[1];
     if (name == "turns") turns(model, false), turns(model, true);
     else if (name == "copies") copies(model);
+    else if (name == "saved") saved(model);
     else if (name == "logits") logits(model);
     else if (name == "shapes") shapes(model);
     else failures(model);

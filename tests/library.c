@@ -162,6 +162,14 @@ static int wrong(const char *path) {
     REFUSED(llamac_sequence_copy(NULL, 0, &e));
     REFUSED(llamac_sequence_copy(s, 2, &e));
     REFUSED(llamac_sequence_copy(s, -1, &e));
+    REFUSED(llamac_sequence_save(NULL, "state", &e));
+    REFUSED(llamac_sequence_save(s, NULL, &e));
+    REFUSED(llamac_sequence_save(s, "", &e));
+    REFUSED(llamac_sequence_save(s, "no such folder/state", &e));
+    REFUSED(llamac_sequence_load(NULL, "state", &e));
+    REFUSED(llamac_sequence_load(engine, NULL, &e));
+    REFUSED(llamac_sequence_load(engine, "no such file", &e));
+    REFUSED(llamac_sequence_load(engine, path, &e));
     REFUSED(llamac_sequence_truncate(NULL, 0, &e));
     REFUSED(llamac_sequence_truncate(s, 2, &e));
     REFUSED(llamac_sequence_truncate(s, -1, &e));

@@ -176,7 +176,8 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     assert wrong(refused, "context is 64", prompt="A" * 500).code == "context_length_exceeded"
     for name, values in {"n": [0, 65, -1, True, "2"], "best_of": [3], "echo": [True], "suffix": ["x"], "max_tokens": [0, -1, 1.5, True, "3"],
                          "temperature": [-1, "hot", float("inf"), 1e9], "top_p": [0, 1.5], "seed": ["x", 1.5], "stop": [5, list("abcde"), [1]],
-                         "logprobs": [21, -1, "a"], "presence_penalty": [1], "logit_bias": [{"1": 2}], "stream_options": [3],
+                         "logprobs": [21, -1, "a"], "presence_penalty": [3], "frequency_penalty": [-2.1], "stream_options": [3],
+                         "logit_bias": [{"1": 200}, {"x": 1}, {"-1": 1}, {"300": 1}, {"1": "a"}], "response_format": [{"type": "xml"}, {}],
                          "prompt": [None, [], ["a"] * 65, ["a", [1]], [[1], []], [[1], [300]], [1, 300], [-1], [True], {"a": 1}, 5]}.items():
         for value in values:
             with pytest.raises((refused, ValueError, TypeError), match=None):  # the client itself refuses to send infinity
@@ -193,7 +194,9 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     for n in 1 << 31, 1 << 32, 1 << 64, 10 ** 40:
         wrong(refused, "max_tokens", max_tokens=n)
         wrong(refused, "max_completion_tokens", chat, messages=hi, max_completion_tokens=n)
-    for name, value in (("top_k", 5), ("tempature", 0), ("repetition_penalty", 1.1), ("min_p", False), ("max_new_tokens", 3),
+    for name, value in (("top_k", -1), ("top_k", 0.5), ("min_p", False), ("min_p", 2), ("repeat_penalty", 0)):
+        assert wrong(refused, f"{name} is", extra_body={name: value}).param == name
+    for name, value in (("tempature", 0), ("repetition_penalty", 1.1), ("max_new_tokens", 3),
                         ("messages", hi), ("top_logprobs", 2), ("max_completion_tokens", 3)):
         error = wrong(refused, f"'{name}' is not a field", extra_body={name: value})
         assert error.param == name and error.code == "unknown_parameter"

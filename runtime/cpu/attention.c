@@ -725,3 +725,66 @@ bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
     cache->n_pages = pages;
     return true;
 }
+
+// ----------------------------------------------------------------------------
+// Copies of the cache in the layout of Backend.read_cache
+
+// Copies n numbers of `size` bytes. In each of the two arrays, one number follows the other after
+// so many numbers.
+static void copy_strided(char *to, size_t to_stride, const char *from, size_t from_stride, int n,
+                         size_t size) {
+    // memcpy of a constant size is a load and a store
+    for (int i = 0; i < n; i++, to += to_stride * size, from += from_stride * size) {
+        if (size == 4) memcpy(to, from, 4);
+        else if (size == 2) memcpy(to, from, 2);
+        else *to = *from;
+    }
+}
+
+// The arrays of one block of such a copy, at the number of a row: a position of a head of a layer.
+typedef struct { char *key, *value, *key_scale, *value_scale; } CopiedRow;
+
+static CopiedRow row_of_copy(const Cpu *cpu, char *bytes, int n, size_t row) {
+    const Config *c = &cpu->config;
+    size_t rows = (size_t)c->n_layers * c->n_kv_heads * n;
+    size_t width = c->head_dim * number_size(cpu->kv_type); // bytes
+    char *scales = bytes + 2 * rows * width;
+    return (CopiedRow){bytes + row * width, bytes + (rows + row) * width,
+                       scales + row * sizeof(float), scales + (rows + row) * sizeof(float)};
+}
+
+void llamac_cpu_read_cache(Backend *b, const Cache *cache, int pos, int n, void *bytes) {
+    const Cpu *cpu = (const Cpu *)b;
+    const Config *c = &cpu->config;
+    size_t size = number_size(cpu->kv_type), row = 0;
+    for (int layer = 0; layer < c->n_layers; layer++)
+        for (int head = 0; head < c->n_kv_heads; head++)
+            for (int i = pos; i < pos + n; i++, row++) {
+                int slot = i % TILE; // the key's column in its tile
+                CachedHead from = cache_at(cpu, cache, layer, head, i - slot);
+                CopiedRow to = row_of_copy(cpu, bytes, n, row);
+                copy_strided(to.key, 1, from.keys + slot * size, TILE, c->head_dim, size);
+                memcpy(to.value, from.values + slot * cpu->value_width * size, c->head_dim * size);
+                if (!from.key_scales) continue;
+                memcpy(to.key_scale, from.key_scales + slot, sizeof(float));
+                memcpy(to.value_scale, from.value_scales + slot, sizeof(float));
+            }
+}
+
+void llamac_cpu_write_cache(Backend *b, Cache *cache, int pos, int n, const void *bytes) {
+    const Cpu *cpu = (const Cpu *)b;
+    const Config *c = &cpu->config;
+    size_t size = number_size(cpu->kv_type), row = 0;
+    for (int layer = 0; layer < c->n_layers; layer++)
+        for (int head = 0; head < c->n_kv_heads; head++)
+            for (int i = pos; i < pos + n; i++, row++) {
+                int slot = i % TILE;
+                CachedHead to = cache_at(cpu, cache, layer, head, i - slot);
+                CopiedRow from = row_of_copy(cpu, (char *)bytes, n, row);
+                copy_strided(to.keys + slot * size, TILE, from.key, 1, c->head_dim, size);
+                memcpy(to.values + slot * cpu->value_width * size, from.value, c->head_dim * size);
+                if (!to.key_scales) continue;
+                memcpy(to.key_scales + slot, from.key_scale, sizeof(float));
+                memcpy(to.value_scales + slot, from.value_scale, sizeof(float));
+            }
+}

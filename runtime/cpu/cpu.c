@@ -308,6 +308,8 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
                          .free_cache = llamac_cpu_free_cache,
                          .reserve = llamac_cpu_reserve,
                          .share = llamac_cpu_share,
+                         .read_cache = llamac_cpu_read_cache,
+                         .write_cache = llamac_cpu_write_cache,
                          .embed = embed,
                          .attention = llamac_cpu_attention,
                          .add_product = llamac_cpu_add_product,
@@ -320,6 +322,7 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
     cpu->max_positions = o->positions;
     bool half = o->kv_bits == 16 || (!o->kv_bits && is_quantised(&model->weights.layers[0].wq));
     cpu->kv_type = o->kv_bits == 8 ? INT8_GROUPS : half ? F16 : F32;
+    cpu->ops.kv_bits = o->kv_bits == 8 ? 8 : half ? 16 : 32;
     int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;
     if (cols < c->q_dim) cols = c->q_dim;
     make_attention(cpu);

@@ -193,6 +193,8 @@ Cache *llamac_cpu_new_cache(Backend *);
 void llamac_cpu_free_cache(Backend *, Cache *);
 bool llamac_cpu_reserve(Backend *, Cache *, int pos, int n);
 bool llamac_cpu_share(Backend *, Cache *, const Cache *from, int n);
+void llamac_cpu_read_cache(Backend *, const Cache *, int pos, int n, void *bytes);
+void llamac_cpu_write_cache(Backend *, Cache *, int pos, int n, const void *bytes);
 
 // Fills in what Cpu has about the batch: caches and positions of the tokens, items of attention,
 // rotations.

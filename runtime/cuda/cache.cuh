@@ -53,3 +53,28 @@ static bool share(Backend *b, Cache *cache, const Cache *from, int n) {
                               cudaMemcpyDeviceToDevice, c->stream));
     return true;
 }
+
+// Copies positions pos..pos+n-1 to or from `bytes`, in the layout of Backend.read_cache.
+static void copy_positions(Cuda *c, const Cache *cache, int pos, int n, char *bytes,
+                           cudaMemcpyKind kind) {
+    size_t size = c->float_cache ? sizeof(float) : sizeof(__half);
+    size_t row = c->config.head_dim * size, pitch = c->layer_cache.width * size;
+    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // of all layers
+    if (has_failed(c)) return;                                 // the cache may have no memory
+    for (size_t i = 0; i < 2 * heads; i++, bytes += n * row) { // the keys, then the values
+        char *array = (char *)(i < heads ? cache->keys : cache->values);
+        char *device = array + i % heads * (c->keys_bytes / heads) + pos * pitch;
+        if (kind == cudaMemcpyDeviceToHost)
+            CUDA(c, cudaMemcpy2DAsync(bytes, row, device, pitch, row, n, kind, c->stream));
+        else CUDA(c, cudaMemcpy2DAsync(device, pitch, bytes, row, row, n, kind, c->stream));
+    }
+    CUDA(c, cudaStreamSynchronize(c->stream));
+}
+
+static void read_cache(Backend *b, const Cache *cache, int pos, int n, void *bytes) {
+    copy_positions((Cuda *)b, cache, pos, n, (char *)bytes, cudaMemcpyDeviceToHost);
+}
+
+static void write_cache(Backend *b, Cache *cache, int pos, int n, const void *bytes) {
+    copy_positions((Cuda *)b, cache, pos, n, (char *)bytes, cudaMemcpyHostToDevice);
+}

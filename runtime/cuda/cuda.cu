@@ -228,6 +228,8 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     Backend *b = &c->ops;
     b->chunk = CHUNK, b->max_runs = 1, b->begin = begin, b->end = end, b->alloc = cuda_alloc;
     b->new_cache = new_cache, b->free_cache = free_cache, b->reserve = reserve, b->share = share;
+    b->read_cache = read_cache, b->write_cache = write_cache;
+    b->kv_bits = c->float_cache ? 32 : 16;
     b->embed = embed, b->attention = attention, b->add_product = add_product;
     b->feed_forward = feed_forward, b->gather = gather, b->logits = logits, b->choose = choose;
     b->bandwidth = bandwidth, b->failure = failure, b->close = cuda_close;

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 #undef _DEFAULT_SOURCE // which run.c defines
 
 bool refuse(void);              // whether this call is the one to fail; sets errno
@@ -26,6 +27,9 @@ extern bool stream_failed;      // which ferror then says
 #define getchar() (refuse() ? stream_failed = true, EOF : getc(stdin))
 #undef ferror
 #define ferror(f) (stream_failed || (ferror)(f))
+#define mkstemp(name) (refuse() ? -1 : mkstemp(name))
+#define fsync(file) (refuse() ? -1 : fsync(file))
+#define rename(from, to) (refuse() ? -1 : rename(from, to))
 #define fwrite(p, size, n, f) (refuse() ? 0 : fwrite(p, size, n, f))
 #define fflush(f) (refuse() ? EOF : fflush(f))
 #define pthread_create(thread, how, f, arg) (refuse() ? EAGAIN : pthread_create(thread, how, f, arg))

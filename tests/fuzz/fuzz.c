@@ -1,5 +1,5 @@
-// Fuzz targets over the library's loaders, encoder, chat templates and grammar, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
-// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode, bpe or grammar.
+// Fuzz targets over the library's loaders, encoder, chat templates, grammar and saved sequences, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
+// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode, bpe, grammar or state.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
 #define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <stdint.h>
@@ -16,12 +16,18 @@ static void *limited_realloc(void *p, size_t size) {
 #define realloc limited_realloc
 #include "../../runtime/os.c"
 #include "../../runtime/gguf.c"
+#include "../../runtime/sha256.c"
 #include "../../runtime/model.c"
 #include "../../runtime/tokenizer.c"
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/sampler.c"
+#define add_byte add_text_byte // chat.c has functions of these names
+#define add_token add_text_token
 #include "../../runtime/text.c"
+#undef add_byte
+#undef add_token
+#include "../../runtime/state.c"
 #include "../../runtime/llama.c"
 #include "../../runtime/grammar.c"
 #undef realloc
@@ -367,6 +373,70 @@ static void grammar_target(const uint8_t *bytes, size_t size) {
     free(t->pieces);
 }
 
+enum { STATE_TOKENS = 80 }; // max tokens of the target's sequences: two blocks of a file
+
+// An engine of each type of KV cache, for the smallest model of llama2.c's format v0.
+static llamac_engine *state_engine(int type) {
+    static llamac_engine *engines[3];
+    static const int sizes[] = {/*dim*/ 4, /*hidden_dim*/ 4, /*n_layers*/ 2, /*n_heads*/ 2, /*n_kv_heads*/ 1, /*vocab_size*/ 8, STATE_TOKENS};
+    static const int kv_bits[] = {32, 16, 8};
+    static float file[2048];
+    if (engines[type]) return engines[type];
+    if (!file[100]) {
+        for (size_t i = 0; i < sizeof file / sizeof *file; i++) file[i] = (float)(i * 37 % 64) / 64 - 0.4f;
+        memcpy(file, sizes, sizeof sizes);
+    }
+    for (size_t n = 28; n < sizeof file && !engines[type]; n += 4) { // the loader knows the size
+        llamac_model *m = llamac_open_memory(file, n, LLAMAC_NO_TOKENIZER, NULL);
+        if (m) engines[type] = llamac_start(m, &(llamac_options){.kv_bits = kv_bits[type], .n_threads = 1}, NULL);
+    }
+    if (!engines[type]) abort();
+    return engines[type];
+}
+
+// The input is a byte, which chooses the engine, and a file of a saved sequence. Magic, version, model and SHA-256 are put right
+// unless the byte has 4: else no mutation would get beyond them. What is accepted must be what the cache then has, and can be continued.
+static void state_target(uint8_t *bytes, size_t size) {
+    if (!size) return;
+    llamac_engine *engine = state_engine(bytes[0] % 3);
+    StateOwner owner = owner_of(engine);
+    uint8_t *file = malloc(size); // aligned, and no byte more than there are
+    Header header = header_of(&owner, 0);
+    size_t n = size - 1;
+    memcpy(file, bytes + 1, n);
+    if (!(bytes[0] & 4) && n >= HEADER + SHA256_BYTES) {
+        memcpy(file, &header, offsetof(Header, kv_bits));
+        memcpy(file + offsetof(Header, identity), header.identity, SHA256_BYTES);
+        Sha256 sha = llamac_sha256_begin();
+        llamac_sha256_add(&sha, file, n - SHA256_BYTES);
+        llamac_sha256_end(&sha, file + n - SHA256_BYTES);
+    }
+    llamac_error error;
+    allowed = size + ROOM;
+    llamac_sequence *s = restore(engine, file, n, &error);
+    allowed = SIZE_MAX;
+    if (!s && !error.text[0]) abort();
+    if (s) {
+        int length = llamac_sequence_length(s), token = 0;
+        size_t at = HEADER + length * sizeof(int);
+        for (int pos = 0, count; pos < length; pos += count) {
+            uint8_t block[1 << 13];
+            count = positions_of_block(length, pos);
+            size_t size_of_block = bytes_of_positions(&owner, count);
+            if (size_of_block > sizeof block) abort();
+            engine->backend->read_cache(engine->backend, s->cache, pos, count, block);
+            if (memcmp(block, file + at, size_of_block)) abort();
+            at += size_of_block;
+        }
+        if (at + SHA256_BYTES != n) abort();
+        if (length < STATE_TOKENS && !llamac_forward(s, &token, 1, length, &error)) abort();
+        llamac_sampler sampler = {.temperature = 1, .repeat_penalty = 1.1f, .penalty_tokens = -1, .state = 1};
+        if (length < STATE_TOKENS) llamac_sample(s, &sampler, &error);
+        llamac_sequence_free(s);
+    }
+    free(file);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const char *const versions[] = {"v0", "v1", "v2"};
     static const char *target;
@@ -377,7 +447,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
     if (!bytes) abort();
     if (size) memcpy(bytes, data, size);
-    bool file = strcmp(target, "encode") && strcmp(target, "bpe") && strcmp(target, "grammar");
+    bool file = strcmp(target, "encode") && strcmp(target, "bpe") && strcmp(target, "grammar") && strcmp(target, "state");
     allowed = file ? size + ROOM : SIZE_MAX;
     for (int version = 0; version < 3; version++)
         if (!strcmp(target, versions[version])) model_target(bytes, size, version, false);
@@ -387,6 +457,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!strcmp(target, "encode")) encode_target(bytes, size);
     if (!strcmp(target, "bpe")) bpe_target(bytes, size);
     if (!strcmp(target, "grammar")) grammar_target(bytes, size);
+    if (!strcmp(target, "state")) state_target(bytes, size);
     allowed = SIZE_MAX;
     free(bytes);
     return 0;

@@ -20,7 +20,7 @@ from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
 
 SPACE = "▁"
-TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe", "grammar"]
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe", "grammar", "state"]
 
 
 def vocabulary(byte_fallback, prefix=True, remove=False):
@@ -112,6 +112,26 @@ def write_seeds(folder):
     packed = b"".join(bytes([len(p)]) + p for p in [text.encode() for text in odd] + halves)
     for head in range(8):
         (folder / "grammar" / f"{head}").write_bytes(bytes([head, len(odd) + len(halves)]) + packed + text * (1 + head % 4))
+    write_states(folder / "state")
+
+
+def write_states(folder):
+    """
+    Saved sequences of the target's model: 2 layers, 1 KV head of 2 numbers, 8 tokens, room for 80. Without the
+    model and the SHA-256, which the target puts in.
+    """
+    rng = np.random.default_rng(0)
+    for kind, bits in enumerate((32, 16, 8)):
+        for n in (0, 1, 5, 64, 65, 80):
+            data = b"llamacKV" + struct.pack("<6I", 1, bits, 2, 1, 2, n) + bytes(32)
+            data += rng.integers(0, 8, n, dtype="<i4").tobytes()
+            for count in [64] * (n // 64) + [n % 64] * (n % 64 > 0):
+                numbers = rng.standard_normal(2 * 2 * count * 2)
+                if bits == 8:
+                    data += (numbers * 40).astype("i1").tobytes() + rng.uniform(0, 0.1, 2 * 2 * count).astype("<f4").tobytes()
+                else:
+                    data += numbers.astype(f"<f{bits // 8}").tobytes()
+            (folder / f"{bits}-{n}").write_bytes(bytes([kind]) + data + bytes(32))
 
 
 if __name__ == "__main__":
