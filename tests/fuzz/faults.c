@@ -19,7 +19,7 @@ bool stream_failed;
 // A program that gives up leaves its memory to the system.
 const char *__asan_default_options(void) { return "detect_leaks=0"; }
 
-bool refuse(void) {
+bool fault_now(void) {
     errno = ENOMEM;
     return __atomic_add_fetch(&shared->calls, 1, __ATOMIC_RELAXED) == shared->to_fail;
 }

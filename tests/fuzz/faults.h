@@ -11,27 +11,27 @@
 #include <unistd.h>
 #undef _DEFAULT_SOURCE // which run.c defines
 
-bool refuse(void);              // whether this call is the one to fail; sets errno
+bool fault_now(void);              // whether this call is the one to fail; sets errno
 extern bool stream_failed;      // which ferror then says
 
-#define malloc(n) (refuse() ? NULL : malloc(n))
-#define calloc(n, size) (refuse() ? NULL : calloc(n, size))
-#define realloc(p, n) (refuse() ? NULL : realloc(p, n))
-#define aligned_alloc(alignment, n) (refuse() ? NULL : aligned_alloc(alignment, n))
-#define open(path, flags) (refuse() ? -1 : open(path, flags))
-#define fstat(file, info) (refuse() ? -1 : fstat(file, info))
-#define mmap(at, n, access, flags, file, offset) (refuse() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))
-#define fopen(path, mode) (refuse() ? NULL : fopen(path, mode))
-#define fread(p, size, n, f) (refuse() ? stream_failed = true, 0 : fread(p, size, n, f))
+#define malloc(n) (fault_now() ? NULL : malloc(n))
+#define calloc(n, size) (fault_now() ? NULL : calloc(n, size))
+#define realloc(p, n) (fault_now() ? NULL : realloc(p, n))
+#define aligned_alloc(alignment, n) (fault_now() ? NULL : aligned_alloc(alignment, n))
+#define open(path, flags) (fault_now() ? -1 : open(path, flags))
+#define fstat(file, info) (fault_now() ? -1 : fstat(file, info))
+#define mmap(at, n, access, flags, file, offset) (fault_now() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))
+#define fopen(path, mode) (fault_now() ? NULL : fopen(path, mode))
+#define fread(p, size, n, f) (fault_now() ? stream_failed = true, 0 : fread(p, size, n, f))
 #undef getchar
-#define getchar() (refuse() ? stream_failed = true, EOF : getc(stdin))
+#define getchar() (fault_now() ? stream_failed = true, EOF : getc(stdin))
 #undef ferror
 #define ferror(f) (stream_failed || (ferror)(f))
-#define mkstemp(name) (refuse() ? -1 : mkstemp(name))
-#define fsync(file) (refuse() ? -1 : fsync(file))
-#define rename(from, to) (refuse() ? -1 : rename(from, to))
-#define fwrite(p, size, n, f) (refuse() ? 0 : fwrite(p, size, n, f))
-#define fflush(f) (refuse() ? EOF : fflush(f))
-#define pthread_create(thread, how, f, arg) (refuse() ? EAGAIN : pthread_create(thread, how, f, arg))
+#define mkstemp(name) (fault_now() ? -1 : mkstemp(name))
+#define fsync(file) (fault_now() ? -1 : fsync(file))
+#define rename(from, to) (fault_now() ? -1 : rename(from, to))
+#define fwrite(p, size, n, f) (fault_now() ? 0 : fwrite(p, size, n, f))
+#define fflush(f) (fault_now() ? EOF : fflush(f))
+#define pthread_create(thread, how, f, arg) (fault_now() ? EAGAIN : pthread_create(thread, how, f, arg))
 
 #define main run_main // faults.c has its own
