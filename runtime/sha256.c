@@ -55,8 +55,73 @@ static void add_block(uint32_t state[8], const uint8_t block[64]) {
     state[4] += e, state[5] += f, state[6] += g, state[7] += h;
 }
 
+// ----------------------------------------------------------------------------
+// The SHA instructions of x86, which are 8 times as fast on a Zen 4
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+static bool has_instructions(void) {
+    unsigned a, b, c, d;
+    bool known = __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    return known && b >> 29 & 1 && __builtin_cpu_supports("sse4.1");
+}
+
+// The instructions keep the words as (f, e, b, a) and (h, g, d, c), lowest lane first. Two rounds
+// compute the new first vector from both; the old first vector is then the second one.
+__attribute__((target("sha,sse4.1"))) static void add_blocks_accelerated(uint32_t state[8],
+                                                                         const uint8_t *blocks,
+                                                                         size_t n) {
+    const __m128i big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
+    __m128i first = _mm_set_epi32(state[0], state[1], state[4], state[5]);
+    __m128i second = _mm_set_epi32(state[2], state[3], state[6], state[7]);
+    for (; n; n--, blocks += 64) {
+        __m128i w[4], old_first = first, old_second = second; // w: the latest 16 words
+        for (int i = 0; i < 16; i++) {                        // four rounds each
+            __m128i *new = &w[i % 4], *one = &w[(i + 1) % 4], *two = &w[(i + 2) % 4],
+                    *three = &w[(i + 3) % 4];
+            if (i < 4) {
+                __m128i bytes = _mm_loadu_si128((const __m128i *)(blocks + 16 * i));
+                *new = _mm_shuffle_epi8(bytes, big_endian);
+            } else {
+                __m128i sum = _mm_add_epi32(_mm_sha256msg1_epu32(*new, *one),
+                                            _mm_alignr_epi8(*three, *two, 4));
+                *new = _mm_sha256msg2_epu32(sum, *three);
+            }
+            const __m128i *constants = (const __m128i *)(round_constants + 4 * i);
+            __m128i words = _mm_add_epi32(*new, _mm_loadu_si128(constants));
+            second = _mm_sha256rnds2_epu32(second, first, words);
+            first = _mm_sha256rnds2_epu32(first, second, _mm_shuffle_epi32(words, 0x0e));
+        }
+        first = _mm_add_epi32(first, old_first), second = _mm_add_epi32(second, old_second);
+    }
+    uint32_t feba[4], hgdc[4];
+    _mm_storeu_si128((__m128i *)feba, first);
+    _mm_storeu_si128((__m128i *)hgdc, second);
+    for (int i = 0; i < 2; i++) {
+        state[i] = feba[3 - i], state[2 + i] = hgdc[3 - i];
+        state[4 + i] = feba[1 - i], state[6 + i] = hgdc[1 - i];
+    }
+}
+#else
+static bool has_instructions(void) { return false; }
+static void add_blocks_accelerated(uint32_t state[8], const uint8_t *blocks, size_t n) {
+    (void)state, (void)blocks, (void)n; // never called
+}
+#endif
+
+// ----------------------------------------------------------------------------
+
+static void add_blocks(Sha256 *s, const uint8_t *blocks, size_t n) {
+    if (s->accelerated) add_blocks_accelerated(s->state, blocks, n);
+    else
+        for (; n; n--, blocks += 64) add_block(s->state, blocks);
+}
+
 Sha256 llamac_sha256_begin(void) {
-    return (Sha256){.state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f,
+    return (Sha256){.accelerated = has_instructions(),
+                    .state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f,
                               0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
 }
 
@@ -69,10 +134,10 @@ void llamac_sha256_add(Sha256 *s, const void *bytes, size_t n) {
         memcpy(s->block + held, from, more);
         from += more, n -= more;
         if (held + more < 64) return;
-        add_block(s->state, s->block);
+        add_blocks(s, s->block, 1);
     }
-    for (; n >= 64; from += 64, n -= 64) add_block(s->state, from);
-    if (n) memcpy(s->block, from, n);
+    add_blocks(s, from, n / 64);
+    if (n % 64) memcpy(s->block, from + n / 64 * 64, n % 64);
 }
 
 void llamac_sha256_end(Sha256 *s, uint8_t digest[SHA256_BYTES]) {

@@ -2,6 +2,7 @@
 #ifndef LLAMAC_SHA256_H
 #define LLAMAC_SHA256_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -11,6 +12,7 @@ typedef struct {
     uint32_t state[8];
     uint8_t block[64]; // the last bytes, which do not fill a block yet
     uint64_t n;        // bytes so far
+    bool accelerated;  // with the SHA instructions of x86
 } Sha256;
 
 Sha256 llamac_sha256_begin(void);

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import llamac
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SANITIZE, compile_c
 from tests.test_run import ISAS, TEXT, Model, ids_of, run
 
 BITS = {32: "f32", 16: "f16", 8: "q8"}
@@ -76,6 +76,15 @@ def refusal(engine, path, data):
     line = str(e.value)
     assert line.startswith(f"{path}: ") and re.fullmatch("[ -~]{20,}", line) and re.search("delete|name another file", line), line
     return line.removeprefix(f"{path}: ")
+
+
+# ---- the checksum
+
+def test_sha256_is_hashlibs(tmp_path):
+    """By the instructions of the machine and without them, in parts of every length."""
+    program, data = compile_c(tmp_path / "sha256", *SANITIZE, "tests/sha256.c", "runtime/sha256.c"), random.Random(1).randbytes(700)
+    lines = subprocess.run([program, "700"], input=data, capture_output=True, check=True).stdout.decode().splitlines()
+    assert lines == [" ".join([hashlib.sha256(data[:n]).hexdigest()] * 2) for n in range(701)]
 
 
 # ---- the same continuation
