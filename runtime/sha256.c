@@ -56,7 +56,7 @@ static void add_block(uint32_t state[8], const uint8_t block[64]) {
 }
 
 // ----------------------------------------------------------------------------
-// The SHA instructions of x86, which are 8 times as fast on a Zen 4
+// The SHA instructions of x86, which are 8 times as fast on a Xeon
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
