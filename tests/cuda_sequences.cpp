@@ -49,7 +49,8 @@ static llamac_engine *start(llamac_model *model, const char *device, bool sample
 // depends on the length alone; -1 after an error.
 static int extend(llamac_sequence *s, const Tokens &tokens) {
     int n = (int)tokens.size(), pos = llamac_sequence_length(s);
-    llamac_sampler sampler = {0.9f, 0.9f, (uint64_t)(7 + pos + n)};
+    llamac_sampler sampler = {};
+    sampler.temperature = sampler.topp = 0.9f, sampler.state = (uint64_t)(7 + pos + n);
     if (!llamac_forward(s, tokens.data(), n, pos, &error)) return -1;
     return llamac_sample(s, &sampler, &error);
 }
@@ -155,6 +156,9 @@ static llamac_sequence *save_and_load(llamac_sequence *s, llamac_engine *engine)
     llamac_sequence *loaded = NULL;
     if (saved) loaded = llamac_sequence_load(engine, file_name().c_str(), &error);
     unlink(file_name().c_str());
+    std::string path = file_name() + ": "; // stands before errors, also before those of the GPU
+    if (!loaded && !strncmp(error.text, path.c_str(), path.size()))
+        memmove(error.text, error.text + path.size(), strlen(error.text + path.size()) + 1);
     return loaded;
 }
 
