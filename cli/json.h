@@ -112,6 +112,14 @@ static bool read_string(Json *j, Text *out) {
     return refuse(j, "a string without an end");
 }
 
+// Reads a string for use as a C string: ends it with a zero, and refuses one that holds a zero.
+static bool read_c_string(Json *j, Text *out) {
+    if (!read_string(j, out)) return false;
+    append(out, "", 1);
+    return strlen(out->s) == out->n - 1
+           || refuse(j, "a zero byte in the string that ends at byte %zu", j->at);
+}
+
 // Skips digits. Returns whether there is one at least.
 static bool skip_digits(Json *j) {
     size_t begin = j->at;

@@ -19,8 +19,9 @@ typedef struct {
 
 typedef struct {
     Text id; // JSON, as it was given; null without one
-    Text prompt, system;
-    bool has_prompt, has_system;
+    Text prompt;
+    Text system; // ends with a zero; s is NULL without one
+    bool has_prompt, has_stops;
     Message *messages; // (n_messages,)
     int n_messages;
     Text stops[MAX_STOPS]; // each with a zero at its end
@@ -55,16 +56,15 @@ static bool read_id(Json *j, Request *q) {
 static bool read_stop(Json *j, Request *q) {
     if (q->n_stops == MAX_STOPS) return refuse(j, "more than %d stop strings", MAX_STOPS);
     Text *stop = &q->stops[q->n_stops];
-    if (!read_string(j, stop)) return false;
-    if (!stop->n || memchr(stop->s, 0, stop->n))
-        return refuse(j, "a stop string %s", stop->n ? "holds a zero byte" : "is empty");
-    append(stop, "", 1);
+    if (!read_c_string(j, stop)) return false;
+    if (!*stop->s) return refuse(j, "a stop string is empty");
     q->n_stops++;
     return true;
 }
 
-// Reads a string or an array of strings.
+// Reads a string or an array of strings. An empty array means no stop strings.
 static bool read_stops(Json *j, Request *q) {
+    q->has_stops = true;
     if (!skip(j, '[')) return read_stop(j, q);
     if (skip(j, ']')) return true;
     do {
@@ -78,30 +78,31 @@ static bool read_message(Json *j, Request *q) {
     Text key = {0}, role = {0}, content = {0};
     bool ok = expect(j, '{'), has_content = false;
     do {
-        ok = ok && read_string(j, &key) && expect(j, ':');
-        append(&key, "", 1);
-        bool is_content = !strcmp(key.s, "content");
+        ok = ok && read_c_string(j, &key) && expect(j, ':');
+        bool is_content = ok && !strcmp(key.s, "content");
         if (ok && !is_content && strcmp(key.s, "role") != 0)
             ok = refuse(j, "unknown field '%.40s' of a message", key.s);
-        ok = ok && read_string(j, is_content ? &content : &role);
+        ok = ok && (is_content ? read_string(j, &content) : read_c_string(j, &role));
         has_content |= is_content;
     } while (ok && skip(j, ','));
     ok = ok && expect(j, '}');
-    append(&role, "", 1);
+    append(&role, "", 1); // there may be none
     bool is_system = !strcmp(role.s, "system"), is_user = !strcmp(role.s, "user");
     bool user_is_next = q->n_messages % 2 == 0;
     if (ok && !is_system && !is_user && strcmp(role.s, "assistant") != 0)
         ok = refuse(j, "the role of a message is '%.40s', expected system, user or assistant",
                     role.s);
     if (ok && !has_content) ok = refuse(j, "a message has no content");
-    if (ok && is_system && (q->n_messages || q->has_system))
+    if (ok && is_system && (q->n_messages || q->system.s))
         ok = refuse(j, "a system message that is not the first");
     if (ok && !is_system && is_user != user_is_next)
-        ok = refuse(j, "message %d is from the %s, expected the %s", q->n_messages + q->has_system,
+        ok = refuse(j, "message %d is from the %s, expected the %s", q->n_messages + !!q->system.s,
                     role.s, user_is_next ? "user" : "assistant");
     if (ok && is_system) {
-        q->has_system = true;
+        append(&content, "", 1);
         q->system = content, content = (Text){0};
+        if (strlen(q->system.s) < q->system.n - 1)
+            ok = refuse(j, "the system message holds a zero byte");
     } else if (ok) {
         q->messages = resize(q->messages, q->n_messages + 1, sizeof *q->messages);
         q->messages[q->n_messages++] = (Message){is_user, content};
@@ -179,8 +180,7 @@ static bool read_request(Json *j, Request *q) {
     if (ok && skip(j, '}')) ok = refuse(j, "an empty object");
     else {
         do {
-            ok = ok && read_string(j, &name) && expect(j, ':');
-            append(&name, "", 1);
+            ok = ok && read_c_string(j, &name) && expect(j, ':');
             int i = 0;
             while (ok && i < N_FIELDS && strcmp(name.s, fields[i].name) != 0) i++;
             if (ok && i == N_FIELDS) ok = refuse(j, "unknown field '%.40s'", name.s);
@@ -191,7 +191,8 @@ static bool read_request(Json *j, Request *q) {
         ok = ok && expect(j, '}');
     }
     free(name.s);
-    if (ok && peek(j)) ok = refuse(j, "text after the object at byte %zu", j->at);
+    peek(j); // skips white space
+    if (ok && j->at < j->n) ok = refuse(j, "text after the object at byte %zu", j->at);
     if (ok && q->has_prompt == (q->n_messages > 0))
         ok = refuse(j, "expected either prompt or messages");
     return ok;
@@ -239,21 +240,16 @@ static bool append_tokens(Tokens *all, int *tokens, int n) {
     return true;
 }
 
-static bool encode_messages(const Run *r, const Request *q, Tokens *all, llamac_error *error) {
-    Text system = {0};
+static void encode_messages(const Run *r, const Request *q, Tokens *all, llamac_error *error) {
     bool ok = true;
-    append(&system, q->system.s, q->system.n);
-    append(&system, "", 1); // the zero at the end of a C string
     for (int i = 0; ok && i < q->n_messages; i++) {
         Text words = q->messages[i].words;
         int n, *tokens;
         if (q->messages[i].is_user)
-            tokens = llamac_encode_turn(r->model, i == 0, system.s, words.s, words.n, &n, error);
+            tokens = llamac_encode_turn(r->model, i == 0, q->system.s, words.s, words.n, &n, error);
         else tokens = llamac_encode_answer(r->model, words.s, words.n, &n, error);
         ok = append_tokens(all, tokens, n);
     }
-    free(system.s);
-    return ok;
 }
 
 // Encodes the prompt or the messages of a request. `chat_error`: why messages cannot be encoded, or
@@ -311,7 +307,7 @@ static Answer *begin_answer(const Run *r, const char *line, size_t n, const char
         open_stream(r, s);
         feed(r, s, tokens.tokens, tokens.n);
         s->prompt_tokens = tokens.n;
-        if (q.n_stops) begin_text(r, s, stops, q.n_stops, (int)q.max_tokens);
+        if (q.has_stops) begin_text(r, s, stops, q.n_stops, (int)q.max_tokens);
         else begin_text(r, s, r->stops, r->n_stops, (int)q.max_tokens);
     }
     free(tokens.tokens);

@@ -8,8 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.test_chat import CHATML
 from tests.test_run import TEXT, Model, ids_of, reciter, run
 
+QWEN = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are Qwen<|im_end|>\\n' }}{% endif %}" + CHATML
 LETTERS = [(b"%c" % c, 1) for c in range(97, 123)]
 
 
@@ -203,6 +205,27 @@ def test_messages_are_the_turns_of_a_chat(run_bin, tmp_path):
     assert "template" in found["error"]
 
 
+def test_messages_without_a_system_prompt_use_that_of_the_template(run_bin, tmp_path):
+    path = tmp_path / "m.gguf"
+    Model(seq=256).write_gguf(path, template=QWEN)
+    counts = []
+    for system, flags in ((None, []), ("", ["-y", ""]), ("Be brief", ["-y", "Be brief"])):
+        messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": "Hi"}]
+        found, = answers(run_bin, path, [{"messages": messages, "max_tokens": 1}])
+        tokens = run(run_bin, path, "--tokenize", "-m", "chat", "-i", "Hi", *flags).split()
+        assert found["prompt_tokens"] == len(tokens), system
+        counts.append(len(tokens))
+    assert counts[0] > counts[2] > counts[1]
+
+
+def test_an_empty_array_of_stop_strings_replaces_those_of_the_command_line(run_bin, tmp_path):
+    path, ask = reciter(tmp_path, LETTERS), {"prompt": "a", "temperature": 0, "max_tokens": 9}
+    stops = [{}, {"stop": None}, {"stop": []}, {"stop": "g"}]
+    found = answers(run_bin, path, [ask | {"id": i} | stop for i, stop in enumerate(stops)], "--stop", "d")
+    texts = {a["id"]: a["text"] for a in found}
+    assert texts == {0: "bc", 1: "bc", 2: "bcdefghij", 3: "bcdef"}
+
+
 def test_requests_that_are_refused_by_name(run_debug_bin, model):
     message = {"role": "user", "content": "x"}
     for request, named in (({"prompt": "a", "foo": 1}, "unknown field 'foo'"), ({}, "an empty object"), ({"id": 1}, "either prompt or messages"),
@@ -210,7 +233,11 @@ def test_requests_that_are_refused_by_name(run_debug_bin, model):
                            ({"prompt": "a", "top_k": -1}, "top_k is -1"), ({"prompt": "a", "top_k": 1.5}, "top_k is 1.5"),
                            ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"), ({"prompt": "a", "temperature": "1"}, "expected a number"),
                            ({"prompt": "a", "top_p": 1e999}, "expected a number"), ({"prompt": "a", "stop": [""]}, "is empty"),
-                           ({"prompt": "a", "stop": ["\0"]}, "zero byte"), ({"prompt": "a", "stop": ["x"] * 17}, "more than 16"),
+                           ({"prompt": "a", "stop": ["\0"]}, "zero byte"),
+                           ({"prompt": "a", "prompt\0": "b"}, "zero byte"), ({"messages": [message | {"role": "user\0"}]}, "zero byte"),
+                           ({"messages": [message | {"content\0": "x"}]}, "zero byte"),
+                           ({"messages": [{"role": "system", "content": "a\0b"}, message]}, "zero byte"),
+                           (b'{"prompt": "a"} \0 x', "text after"), ({"prompt": "a", "stop": ["x"] * 17}, "more than 16"),
                            ({"prompt": "a", "id": [1]}, "expected a number"), ({"messages": []}, "expected {"),
                            ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"), ({"messages": [{"role": "user"}]}, "no content"),
                            ({"messages": [message, message]}, "expected the assistant"), ({"messages": [message | {"name": "x"}]}, "'name'"),
