@@ -168,15 +168,14 @@ static void print_texts(Run *r, Batch *b) {
 // prints n texts of it.
 static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_active) {
     Batch b = {.prompts = prompts, .same_prompt = n_prompts == 1, .n = n, .max_active = max_active};
-    double began = 0, middle = 0;
-    int64_t prompt_tokens = 0; // evaluated before the first token is sampled
+    double middle = 0;         // time of the first sample
+    int64_t prompt_tokens = 0; // evaluated before it
     b.streams = resize(NULL, n, sizeof *b.streams);
     memset(b.streams, 0, n * sizeof *b.streams);
     while (b.printed < n) {
         begin_texts(r, &b);
         print_texts(r, &b);
         if (!b.n_active) continue;
-        if (!began) began = seconds();
         evaluate(r, b.active, b.n_active);
         if (!middle) {
             middle = seconds(), prompt_tokens = r->evaluated;
@@ -187,16 +186,16 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
     }
     double end = seconds();
     free(b.streams);
-    if (!began) return;
+    if (!r->evaluated) return;
     if (n > 1) {
         fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n, (long long)r->evaluated,
-                (double)r->evaluated / (end - began));
+                (double)r->evaluated / (end - r->began));
         return;
     }
     fprintf(stderr, "achieved tok/s: %f\n",
             (double)(r->evaluated - prompt_tokens) / (end - middle));
     fprintf(stderr, "prompt: %lld tokens evaluated, tok/s: %f\n", (long long)prompt_tokens,
-            (double)prompt_tokens / (middle - began));
+            (double)prompt_tokens / (middle - r->began));
 }
 
 // Continues the lines of a file. Empty lines are prompts too.

@@ -21,6 +21,7 @@ typedef struct {
     llamac_batch_token *batch; // (capacity,)
     int capacity;
     int64_t evaluated; // tokens so far
+    double began;      // time of the first call of evaluate
 } Run;
 
 typedef struct {
@@ -117,6 +118,7 @@ static void evaluate(Run *r, Stream **streams, int n) {
     enum { PROMPT_PART = 256 }; // tokens
     llamac_error error;
     int count = 0;
+    if (!r->evaluated) r->began = seconds();
     for (int i = 0; i < n; i++) {
         Stream *s = streams[i];
         int left = s->length - s->evaluated,

@@ -152,6 +152,18 @@ def test_texts_at_once_report_their_speed(run_bin, model):
     assert re.fullmatch(r"3 texts: \d+ tokens evaluated, tok/s: [\d.]+\n", p.stderr) and p.stdout.count("---\n") == 2
 
 
+def test_the_speed_of_texts_at_once_counts_the_time_of_their_prompt(run_bin, tmp_path):
+    """n texts that add a token to a prompt take at least about as long as the prompt."""
+    Model(seq=1024, heads=8, kv=2, hidden=192).write_gguf(tmp_path / "m.gguf")
+
+    def time_of(*flags):
+        p = subprocess.run([run_bin, tmp_path / "m.gguf", "-j", "1", "-i", "x" * 900, "-n", "901", *flags], capture_output=True, text=True)
+        tokens, speed = re.search(r"(\d+) tokens evaluated, tok/s: ([\d.]+)", p.stderr).groups()
+        return int(tokens) / float(speed)
+
+    assert max(time_of("-b", "2") for _ in range(3)) > 0.5 * min(time_of() for _ in range(3))
+
+
 # ---- requests
 
 def answers(binary, path, requests, *flags):
