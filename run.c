@@ -58,9 +58,9 @@ static const char *message_of(const llamac_error *error, const char *path) {
                                                                             : error->text;
 }
 
-// Reads keys and values of the prompt from the file of --prompt-cache, unless this is the first run
-// with that file: those of the tokens with which both begin. The last token is evaluated in any
-// case, for its logits.
+// Reads keys and values from the file of --prompt-cache, if it exists: those of the tokens with
+// which its prompt and this one both begin. The last token of this prompt is evaluated in any case,
+// for its logits.
 static void load_prompt(Run *r, Stream *s) {
     llamac_error error;
     const char *path = r->prompt_cache;
@@ -96,8 +96,8 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     s->done = n >= total;
     if (!s->done) {
         int context = r->options.positions;
-        // The last token is not evaluated, so r->steps positions are enough, even with BOS
-        // The file of a longer prompt needs the positions of the whole context
+        // The last token is not evaluated, so r->steps positions are enough, even with BOS. The
+        // file of --prompt-cache may have a longer prompt, up to the whole context
         int positions = r->steps < context && !r->prompt_cache ? r->steps : context;
         if (!r->engine) start(r, positions);
         if (first) open_copy(r, s, first);

@@ -137,10 +137,10 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Encodes an earlier answer without its end marker, to rebuild a conversation in a new sequence. The
-// sequence that sampled the answer does not need this: its KV cache has the tokens. If llamac_sample
-// returns the end marker, do not evaluate it. In both cases the next llamac_encode_turn adds it.
-// Returns the tokens like llamac_encode.
+// Encodes an earlier answer without its end marker, to rebuild a conversation in a new sequence.
+// The sequence that sampled the answer does not need this: its KV cache has the tokens. If
+// llamac_sample returns the end marker, do not evaluate it. In both cases the next
+// llamac_encode_turn adds it. Returns the tokens like llamac_encode.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n,
                                      int *n_tokens, llamac_error *);
 
@@ -314,8 +314,9 @@ typedef struct {
     float frequency_penalty; // subtracted from the logit for each occurrence, as in OpenAI's API
     float presence_penalty;  // subtracted once, likewise
     int penalty_tokens;      // last tokens that the penalties count; 0: 64; -1: all
-    const int *bias_tokens;  // (n_biases,) tokens, and what is added to their logits. -INFINITY
-    const float *biases;     // leaves a token out
+    // biases[i] is added to the logit of token bias_tokens[i]; -INFINITY leaves the token out
+    const int *bias_tokens; // (n_biases,)
+    const float *biases;    // (n_biases,)
     int n_biases;
     const uint8_t *allowed; // (vocab_size,) mask: 0 leaves a token out. NULL: all are allowed
 } llamac_sampler;
