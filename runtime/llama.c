@@ -50,30 +50,30 @@ static const char outside_vocabulary[] = "token %d is outside the vocabulary of 
 // The transformer
 
 // Runs the model on a batch, with the ops of backend.h.
-static void compute(const llamac_engine *e, const Batch *batch) {
-    const Model *m = &e->model;
+static void compute(const llamac_engine *engine, const Batch *batch) {
+    const Model *m = &engine->model;
     const Weights *w = &m->weights;
-    Backend *b = e->backend;
+    Backend *b = engine->backend;
     int T = batch->T;
 
-    b->embed(b, e->x, &w->token_embedding, batch->tokens, T);
+    b->embed(b, engine->x, &w->token_embedding, batch->tokens, T);
     for (int l = 0; l < m->config.n_layers; l++) {
         const Layer *layer = &w->layers[l];
 
-        b->attention(b, batch, l, layer, e->attention_out, e->x);
-        b->add_product(b, e->x, &layer->wo, e->attention_out, T);
-        b->feed_forward(b, layer, e->x, T);
+        b->attention(b, batch, l, layer, engine->attention_out, engine->x);
+        b->add_product(b, engine->x, &layer->wo, engine->attention_out, T);
+        b->feed_forward(b, layer, engine->x, T);
     }
     int n = batch->n_wanted;
     if (n == 0) return;
-    if (n < T) b->gather(b, e->x, batch->wanted, n);
-    b->logits(b, batch->logits, &w->norm, &w->output, e->x, n);
+    if (n < T) b->gather(b, engine->x, batch->wanted, n);
+    b->logits(b, batch->logits, &w->norm, &w->output, engine->x, n);
 }
 
-static void forward(llamac_engine *e, const Batch *batch) {
-    Backend *b = e->backend;
+static void forward(llamac_engine *engine, const Batch *batch) {
+    Backend *b = engine->backend;
     // If begin returns false, the backend computes the batch itself, and the ops are not called
-    if (!b->begin || b->begin(b, batch)) compute(e, batch);
+    if (!b->begin || b->begin(b, batch)) compute(engine, batch);
     if (b->end) b->end(b);
 }
 
@@ -242,20 +242,21 @@ static bool make_rows(llamac_engine *engine, int n, Error *e) {
 
 // Returns the next pass: as many of the n tokens as the backend takes at once. Its logits are the
 // rows from `row` on.
-static Batch next_pass(llamac_engine *e, const llamac_batch_token *batch, int n, int row) {
-    Batch pass = {.tokens = e->tokens, .runs = e->runs, .wanted = e->wanted};
-    if (e->on_host) pass.logits = e->logits + (size_t)row * e->model.config.vocab_size;
+static Batch next_pass(llamac_engine *engine, const llamac_batch_token *batch, int n, int row) {
+    Batch pass = {.tokens = engine->tokens, .runs = engine->runs, .wanted = engine->wanted};
+    if (engine->on_host)
+        pass.logits = engine->logits + (size_t)row * engine->model.config.vocab_size;
     const llamac_sequence *last = NULL;
-    for (int t = 0; t < n && t < e->chunk; t++) {
+    for (int t = 0; t < n && t < engine->chunk; t++) {
         const llamac_batch_token *token = &batch[t];
         if (token->sequence != last) {
-            if (pass.n_runs == e->backend->max_runs) break;
-            e->runs[pass.n_runs++] = (Run){token->sequence->cache, t, 0, token->position};
+            if (pass.n_runs == engine->backend->max_runs) break;
+            engine->runs[pass.n_runs++] = (Run){token->sequence->cache, t, 0, token->position};
             last = token->sequence;
         }
-        e->runs[pass.n_runs - 1].n++;
-        e->tokens[t] = token->token;
-        if (token->logits) e->wanted[pass.n_wanted++] = t;
+        engine->runs[pass.n_runs - 1].n++;
+        engine->tokens[t] = token->token;
+        if (token->logits) engine->wanted[pass.n_wanted++] = t;
         pass.T = t + 1;
     }
     return pass;

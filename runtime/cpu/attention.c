@@ -547,7 +547,7 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
     int n_groups = batch->T * c->n_kv_heads * groups;
     cpu->split = !has_spans && ranges > batch->T && ranges <= cpu->max_ranges
                  && n_groups < 2 * cpu->pool.n_threads && n_groups % cpu->pool.n_threads;
-    cpu->n_items = 0, cpu->T = batch->T, ranges = 0;
+    cpu->n_items = 0, ranges = 0;
     for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++) {
         if (run->n >= MIN_SPAN) add_spans(cpu, run);
         else
@@ -591,10 +591,10 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
 
 // Returns whether to fuse: whether that saves a barrier, every thread gets the same number of KV
 // heads, each with one group, and the weight rows of each head begin with a new row of tiles.
-static bool can_fuse(const Cpu *cpu) {
+static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
-    return cpu->T == 1 && cpu->n_items == c->n_kv_heads && c->head_dim % TILE == 0 && threads > 1
+    return T == 1 && cpu->n_items == c->n_kv_heads && c->head_dim % TILE == 0 && threads > 1
            && c->n_kv_heads % threads == 0;
 }
 
@@ -608,7 +608,7 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, batch->T);
     AttentionArgs a = {out, w, layer};
     llamac_prepare(cpu, &qkv);
-    if (can_fuse(cpu)) {
+    if (can_fuse(cpu, batch->T)) {
         FusedArgs fused = {qkv, a};
         int items = 0;
         for (int i = 0; i < 3; i++) items += items_of(&products[i]);
@@ -626,19 +626,16 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
 // ----------------------------------------------------------------------------
 // Pages and caches
 
-// Bytes of the keys of a page, of its values, and of its scales of either.
-typedef struct { size_t keys, values, scales; } PageSizes;
+// Bytes of the keys of a page, of its values, of the scales of either, and of all these arrays.
+typedef struct { size_t keys, values, scales, all; } PageSizes;
 
 static PageSizes page_sizes(const Cpu *cpu) {
     const Config *c = &cpu->config;
     size_t rows = (size_t)c->n_layers * c->n_kv_heads * PAGE, size = number_size(cpu->kv_type);
-    return (PageSizes){rows * c->head_dim * size, rows * cpu->value_width * size,
-                       cpu->kv_type == INT8_GROUPS ? rows * sizeof(float) : 0};
-}
-
-void llamac_plan_pages(Cpu *cpu) {
-    PageSizes s = page_sizes(cpu);
-    cpu->page_size = s.keys + s.values + 2 * s.scales;
+    PageSizes s = {.keys = rows * c->head_dim * size, .values = rows * cpu->value_width * size};
+    if (cpu->kv_type == INT8_GROUPS) s.scales = rows * sizeof(float);
+    s.all = s.keys + s.values + 2 * s.scales;
+    return s;
 }
 
 // Returns an unused page. Returns NULL if there is not enough memory.
@@ -647,7 +644,7 @@ static Page *new_page(Cpu *cpu) {
     PageSizes s = page_sizes(cpu);
     Page *page = cpu->unused_pages;
     if (page) cpu->unused_pages = page->next;
-    else page = aligned_alloc(64, HEAD + cpu->page_size);
+    else page = aligned_alloc(64, HEAD + s.all);
     if (!page) return NULL;
     *page = (Page){.n_caches = 1, .keys = (char *)page + HEAD};
     page->values = page->keys + s.keys;
@@ -701,7 +698,7 @@ bool llamac_cpu_reserve(Backend *b, Cache *cache, int pos, int n) {
     if (last && (*last)->n_caches > 1) {
         Page *page = new_page(cpu);
         if (!page) return false;
-        memcpy(page->keys, (*last)->keys, cpu->page_size);
+        memcpy(page->keys, (*last)->keys, page_sizes(cpu).all);
         drop_page(cpu, *last);
         *last = page;
     }
@@ -753,38 +750,35 @@ static CopiedRow row_of_copy(const Cpu *cpu, char *bytes, int n, size_t row) {
                        scales + row * sizeof(float), scales + (rows + row) * sizeof(float)};
 }
 
-void llamac_cpu_read_cache(Backend *b, const Cache *cache, int pos, int n, void *bytes) {
-    const Cpu *cpu = (const Cpu *)b;
+// Copies positions pos..pos+n-1 from a cache to such a copy or, if `to_cache`, back.
+static void copy_positions(const Cpu *cpu, const Cache *cache, int pos, int n, char *bytes,
+                           bool to_cache) {
     const Config *c = &cpu->config;
-    size_t size = number_size(cpu->kv_type), row = 0;
+    size_t size = number_size(cpu->kv_type), row = 0, value_size = c->head_dim * size;
     for (int layer = 0; layer < c->n_layers; layer++)
         for (int head = 0; head < c->n_kv_heads; head++)
             for (int i = pos; i < pos + n; i++, row++) {
                 int slot = i % TILE; // the key's column in its tile
-                CachedHead from = cache_at(cpu, cache, layer, head, i - slot);
-                CopiedRow to = row_of_copy(cpu, bytes, n, row);
-                copy_strided(to.key, 1, from.keys + slot * size, TILE, c->head_dim, size);
-                memcpy(to.value, from.values + slot * cpu->value_width * size, c->head_dim * size);
-                if (!from.key_scales) continue;
-                memcpy(to.key_scale, from.key_scales + slot, sizeof(float));
-                memcpy(to.value_scale, from.value_scales + slot, sizeof(float));
+                CachedHead kv = cache_at(cpu, cache, layer, head, i - slot);
+                CopiedRow copy = row_of_copy(cpu, bytes, n, row);
+                char *key = kv.keys + slot * size;
+                char *value = kv.values + slot * cpu->value_width * size;
+                if (to_cache) copy_strided(key, TILE, copy.key, 1, c->head_dim, size);
+                else copy_strided(copy.key, 1, key, TILE, c->head_dim, size);
+                memcpy(to_cache ? value : copy.value, to_cache ? copy.value : value, value_size);
+                if (!kv.key_scales) continue;
+                char *scales[] = {(char *)(kv.key_scales + slot), (char *)(kv.value_scales + slot)};
+                char *copies[] = {copy.key_scale, copy.value_scale};
+                for (int j = 0; j < 2; j++)
+                    memcpy(to_cache ? scales[j] : copies[j], to_cache ? copies[j] : scales[j],
+                           sizeof(float));
             }
 }
 
+void llamac_cpu_read_cache(Backend *b, const Cache *cache, int pos, int n, void *bytes) {
+    copy_positions((const Cpu *)b, cache, pos, n, bytes, false);
+}
+
 void llamac_cpu_write_cache(Backend *b, Cache *cache, int pos, int n, const void *bytes) {
-    const Cpu *cpu = (const Cpu *)b;
-    const Config *c = &cpu->config;
-    size_t size = number_size(cpu->kv_type), row = 0;
-    for (int layer = 0; layer < c->n_layers; layer++)
-        for (int head = 0; head < c->n_kv_heads; head++)
-            for (int i = pos; i < pos + n; i++, row++) {
-                int slot = i % TILE;
-                CachedHead to = cache_at(cpu, cache, layer, head, i - slot);
-                CopiedRow from = row_of_copy(cpu, (char *)bytes, n, row);
-                copy_strided(to.keys + slot * size, TILE, from.key, 1, c->head_dim, size);
-                memcpy(to.values + slot * cpu->value_width * size, from.value, c->head_dim * size);
-                if (!to.key_scales) continue;
-                memcpy(to.key_scales + slot, from.key_scale, sizeof(float));
-                memcpy(to.value_scales + slot, from.value_scale, sizeof(float));
-            }
+    copy_positions((const Cpu *)b, cache, pos, n, (char *)bytes, true);
 }

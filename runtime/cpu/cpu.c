@@ -267,7 +267,6 @@ static void make_attention(Cpu *cpu) {
     const Config *c = &cpu->config;
     cpu->value_width = round_up_to_tile(c->head_dim);
     cpu->max_ranges = (cpu->max_positions + KV_RANGE - 1) / KV_RANGE + 1;
-    llamac_plan_pages(cpu);
     size_t partial = 2 + cpu->value_width, items = (size_t)(CHUNK + cpu->max_ranges) * c->n_heads;
     cpu->rotation = allocate(cpu, (size_t)cpu->max_positions * 2 * c->head_dim, sizeof(float), 64);
     cpu->partials = allocate(cpu, cpu->max_ranges * c->n_heads * partial, sizeof(float), 64);
@@ -279,8 +278,8 @@ static void make_attention(Cpu *cpu) {
 // Allocates the activations of a chunk of tokens. cols: max columns of a matrix.
 static void make_activations(Cpu *cpu, size_t cols) {
     const Config *c = &cpu->config;
-    size_t chunk = CHUNK;
-    size_t padded = chunk + cpu->kernels->tokens; // the last panel may be only partly filled
+    const size_t chunk = CHUNK;
+    const size_t padded = chunk + cpu->kernels->tokens; // the last panel may be only partly filled
     cpu->q = allocate(cpu, chunk * c->q_dim, sizeof(float), 64);
     cpu->k = allocate(cpu, chunk * c->kv_dim, sizeof(float), 64);
     cpu->v = allocate(cpu, chunk * c->kv_dim, sizeof(float), 64);

@@ -66,19 +66,18 @@ struct Cpu {
     int max_positions;  // of a sequence
     Type kv_type;       // F32, F16, or INT8_GROUPS with a scale for each key and each value
     int value_width;    // head_dim rounded up to a multiple of TILE
-    size_t page_size;   // bytes of the arrays of a page
     Page *unused_pages; // a list
     float *rotation;    // (max_positions, 2, head_dim) cosines and sines for Kernels.rotate
     int n_rotations;    // positions whose cosines and sines have been computed
 
     // The batch, and the plan of its attention
-    int T;
     const Cache **caches; // (CHUNK,) of each token
     int *positions;       // (CHUNK,) of each token in its sequence
     AttentionItem *items; // (n_items,)
-    int n_items, item_cost;
-    bool split;      // the items are PARTs
-    float *partials; // (max_ranges, n_heads, 2 + value_width) results of PARTs
+    int n_items;
+    int64_t item_cost; // of one item, see llamac_add_step
+    bool split;        // the items are PARTs
+    float *partials;   // (max_ranges, n_heads, 2 + value_width) results of PARTs
     int max_ranges;
 
     // Activations of a chunk of tokens. gated_* hold the output of SwiGLU
@@ -200,10 +199,8 @@ void llamac_cpu_write_cache(Backend *, Cache *, int pos, int n, const void *byte
 // rotations.
 void llamac_plan_attention(Cpu *, const Batch *);
 
-// Sets page_size.
-void llamac_plan_pages(Cpu *);
-
-void llamac_free_pages(Cpu *); // the unused ones
+// Frees the unused pages.
+void llamac_free_pages(Cpu *);
 
 // Returns how many floats of scratch one worker needs for attention.
 size_t llamac_attention_scratch(const Cpu *);
