@@ -1,5 +1,5 @@
 """
-Measure the page's models over HTTP: tokens per second and latency of one client and of many at once.
+Measure the page's models over HTTP: tokens per second and latency of one client and of many.
 
     python bench/models.py --shapes=15M --formats=f32,q8_0
     python bench/talk.py cache/bench/15M/q8_0.gguf
@@ -87,8 +87,8 @@ def main():
         for _ in range(samples):
             for n, found in rows.items():
                 found.append(measure(int(port), token, n))
-        print("| clients | tokens/s of all | ratio | first token, median | slowest | longest pause |\n"
-              "| --- | --- | --- | --- | --- | --- |")
+        print("| clients | tokens/s of all | ratio | first token, median | slowest | longest pause |")
+        print("| --- | --- | --- | --- | --- | --- |")
         least = None
         for n, found in rows.items():
             speed, *times = map(statistics.median, zip(*found))

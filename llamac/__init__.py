@@ -156,7 +156,7 @@ def call(name, *arguments):
     result = getattr(library(), f"llamac_{name}")(*arguments, message)
     if result is None or result is False or (FUNCTIONS[name][0] is c_int and result < 0):
         text = message.value.decode()
-        raise (OutOfMemory if "not enough memory" in text else Error)(text)
+        raise (OutOfMemory if text.startswith("not enough memory") else Error)(text)
     return result
 
 
@@ -347,8 +347,8 @@ class Engine:
 
     def sample(self, sequences, samplers):
         """
-        Return a list with the next token of each sequence, drawn by the sampler of the same index as
-        Sequence.sample does, or with the Error of that call. One call of the library samples all.
+        Return the next token of each sequence in a list, drawn by the sampler of the same index as
+        Sequence.sample does, or the Error of that call. One call of the library samples all.
         """
         n = len(sequences)
         pointers = (c_void_p * n)(*(sequence.pointer for sequence in sequences))

@@ -123,7 +123,10 @@ class Task:
     cancelled: bool = False
 
     def begin(self, running):
-        """Begin the text, or go on with it, in a sequence of the cache. Raises llamac.Error."""
+        """
+        Begin the text, or go on with it, in a sequence that begins like it. running: sequences of
+        the engine whose texts run. Raises llamac.Error or MemoryError.
+        """
         tokens = self.text.new if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:

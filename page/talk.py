@@ -420,12 +420,15 @@ class Talk:
                 first = {"delta": {"role": "assistant", "content": ""}}
                 yield [f"{begin}{json.dumps(choice(True, index, '', [], None) | first)}]}}"
                        for index in range(asked.n)]
-            for found in self.generate(loaded, asked):
-                if not found and gone():
-                    return
-                yield [f"{begin}{json.dumps(choice(asked.chat, index, text, details, reason))}]}}"
-                       for index, (text, details, _, reason) in found if text or details or reason]
-                total += sum(count for _, (*_, count, reason) in found if reason)
+            with contextlib.closing(self.generate(loaded, asked)) as batches:
+                for found in batches:
+                    if not found and gone():
+                        return
+                    choices = [choice(asked.chat, index, text, details, reason)
+                               for index, (text, details, _, reason) in found
+                               if text or details or reason]
+                    yield [f"{begin}{json.dumps(one)}]}}" for one in choices]
+                    total += sum(count for _, (*_, count, reason) in found if reason)
             if asked.include_usage:
                 yield [json.dumps(head | {"choices": [], "usage": asked.usage(total)})]
             yield ["[DONE]"]
