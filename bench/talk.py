@@ -87,7 +87,7 @@ def main():
         for _ in range(samples):
             for n, found in rows.items():
                 found.append(measure(int(port), token, n))
-        print("| clients | tokens/s of all | ratio | first token, median | slowest | longest pause |")
+        print("| clients | tokens/s of all | ratio | first token | slowest | longest pause |")
         print("| --- | --- | --- | --- | --- | --- |")
         least = None
         for n, found in rows.items():
