@@ -5,9 +5,9 @@ A batch has the next token of each running text, and a chunk of the prompts of t
 begun, so that running texts do not stall behind a long prompt. Engines of several models take
 turns, because one batch uses all cores. A text does not depend on the others in its batch.
 
-When memory is short, sequences that were kept for later requests are freed, and then the text that
-began last goes back to the queue, until another one ends. It loses nothing: its tokens are
-evaluated again.
+A text begins when there is memory for all its tokens. If the library finds too little all the same,
+sequences that were kept for later requests are freed, and then the text that began last goes back
+to the queue, until another one ends. It loses nothing: its tokens are evaluated again.
 """
 import contextlib
 import threading
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import llamac
+from page.system import available_memory
 
 MAX_RUNNING = 64  # texts that are generated at once; others wait in the order of their arrival
 PROMPT_CHUNK = 64  # tokens of prompts in a batch, of all together
@@ -24,6 +25,7 @@ MAX_QUEUED = 2048  # events that a client has not taken yet; its texts pause unt
 MAX_KEPT = 64  # sequences that are kept for later requests, of an engine
 MAX_KEPT_BYTES = 1 << 28  # of their KV caches in all, of an engine
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
+MEMORY_SHARE = 0.5  # of the memory that is free when an engine starts: for the texts that run
 POLL = 0.2  # seconds after which a client that waits for an event learns that there is none
 
 
@@ -36,6 +38,9 @@ class SequenceCache:
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
         token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values, 32 bits at most
         self.max_tokens = MAX_KEPT_BYTES // token_bytes
+        # Of the texts that run. The system would end the program rather than let it find too little
+        # memory.
+        self.max_running_tokens = MEMORY_SHARE * available_memory() / token_bytes
 
     def take(self, tokens, running=()):
         """
@@ -121,6 +126,11 @@ class Task:
     grammar: llamac.Grammar | None = None  # whose copy the text obeys
     text: llamac.Continuation | None = None  # None: it has not begun
     cancelled: bool = False
+
+    def max_tokens(self):
+        """Return how many tokens the sequence can get."""
+        wanted = len(self.tokens) + self.options["max_tokens"]
+        return min(wanted, self.cache.engine.positions)
 
     def begin(self, running):
         """
@@ -236,8 +246,14 @@ class Scheduler:
         ready = [task for task in self.waiting
                  if not any(task.tokens is tokens for tokens in busy)]
         # A request with many texts leaves room for the others.
-        return min(ready, default=None, key=lambda task: sum(other.inbox is task.inbox
+        task = min(ready, default=None, key=lambda task: sum(other.inbox is task.inbox
                                                              for other in self.running))
+        return task if task and self.has_memory(task) else None
+
+    def has_memory(self, task):
+        """Return whether there is memory for a text beside those of its model that run."""
+        beside = [other.max_tokens() for other in self.running if other.cache is task.cache]
+        return not beside or sum(beside) + task.max_tokens() <= task.cache.max_running_tokens
 
     def put_back(self, task, wait):
         """

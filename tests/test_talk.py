@@ -492,6 +492,31 @@ def test_sixty_four_texts_run_at_once(folder, monkeypatch):
     assert 0 < len(cache.kept) <= scheduler.MAX_KEPT
 
 
+def test_a_text_waits_until_there_is_memory_for_it(folder, monkeypatch):
+    """For all of its tokens, a context at most; later ones do not overtake it."""
+    found, cache = scheduler.Scheduler(), new_cache(folder / "plain.gguf")
+    assert cache.max_running_tokens > 10 ** 6  # of a very small model
+    monkeypatch.setattr(cache, "max_running_tokens", 64 + 32)
+    tasks = [new_task(cache, [1, 5, n], max_tokens) for n, max_tokens in enumerate((29, 1000, 7, 7, 7))]
+    for task in tasks:
+        task.options["sampler"].set_biases({1: -math.inf, 2: -math.inf})  # so that no text ends early
+    found.waiting.extend(tasks)
+    found.begin()
+    assert found.running == tasks[:2]
+    while tasks[0].text.reason is None:
+        found.step()
+    assert not any(task.text for task in tasks[2:])
+    found.step()
+    assert found.running == [tasks[1], *tasks[2:]]
+    found.cancel(tasks)
+    finish(found)
+    alone = new_task(cache, [1], 1000)
+    monkeypatch.setattr(cache, "max_running_tokens", 1)  # the only text begins in any case
+    found.waiting.append(alone)
+    found.begin()
+    assert found.running == [alone]
+
+
 # A library in whose place aligned_alloc, which the KV cache has its pages from, fails after so many calls.
 FEW_PAGES = """
 #define _GNU_SOURCE
