@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         prompts: B lists or tensors (T,) of token ids, of any lengths.
         temperature: a number, or a list of one per prompt. temperature and top_p: as in `sample`.
         stop: token ids. A text ends with the first of them that it generates.
-        generators: a list of one torch.Generator per prompt; None: PyTorch's own draws for all.
+        generators: a list of one torch.Generator per prompt; None: PyTorch's default one for all.
         When the context is full, the model continues from the tokens that latest() keeps. The
         result still contains all tokens.
         """

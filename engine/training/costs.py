@@ -341,7 +341,6 @@ class TrialTraining:
             x = self.tokens(rows)
             return self.model(x, x)[1]
 
-
     def generate(self, n):
         """Return the samples of an evaluation, two per prompt: a first token and n generated."""
         rows = 2 * len(self.config.sample_prompt.split("|"))
