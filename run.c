@@ -187,6 +187,9 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
     double end = seconds();
     free(b.streams);
     if (!r->evaluated) return;
+    if (r->lookup.on)
+        fprintf(stderr, "lookup: %lld of %lld guessed tokens were right\n",
+                (long long)r->lookup.n_right, (long long)r->lookup.n);
     if (n > 1) {
         fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n, (long long)r->evaluated,
                 (double)r->evaluated / (end - r->began));
@@ -244,7 +247,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         begin_text(r, s, r->stops, r->n_stops, r->steps);
         while (!s->done) {
             evaluate(r, &s, 1);
-            sample_next(r, s);
+            sample_stream(r, s);
             print_out(r, s);
         }
         pending = s->result != LLAMAC_END;
@@ -489,7 +492,8 @@ int main(int argc, char **argv) {
     load(&r, &o, !o.verify && !o.bench);
     if (o.context > r.info.seq_len)
         die("-c", "%.0f tokens, but the model's context is %d", o.context, r.info.seq_len);
-    bool reads_logits = o.perplexity || o.logits || o.at_once > 1 || o.prompts || o.jsonl;
+    bool reads_logits =
+        o.perplexity || o.logits || o.at_once > 1 || o.prompts || o.jsonl || o.lookup;
     r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len,
                                  .n_threads = (int)o.threads,
                                  .device = o.device,
@@ -498,7 +502,7 @@ int main(int argc, char **argv) {
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
-    r.prompt_cache = o.prompt_cache;
+    r.prompt_cache = o.prompt_cache, r.lookup.on = o.lookup;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
                                  .topp = (float)o.topp,

@@ -27,6 +27,8 @@ static const char help[] =
     "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
     "  --prompt-cache FILE  keep keys and values of the prompt in a file; the next prompt\n"
     "                   that begins alike is evaluated from where it differs\n"
+    "  --lookup         guess tokens from earlier places of the text: the same text, faster\n"
+    "                   where it repeats itself or the prompt\n"
     "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
@@ -66,7 +68,7 @@ typedef struct {
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
     double seed, steps, context, threads, at_once;
-    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl;
+    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, lookup;
 } Options;
 
 // An option of the command line. One of `on`, `text` and `number` points to where its value is
@@ -114,6 +116,7 @@ static Option find_option(Options *o, const char *flag) {
         {"--bench", .on = &o->bench},
         {"--json", .on = &o->json},
         {"--jsonl", .on = &o->jsonl},
+        {"--lookup", .on = &o->lookup},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (!strcmp(flag, options[i].flag)) return options[i];
@@ -170,6 +173,7 @@ static void check_tasks(const Options *o) {
     if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
         die("--prompt-cache",
             "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
+    if (o->lookup && tasks) die("--lookup", "expected texts or a chat, not another task");
 }
 
 static void check_options(const Options *o) {

@@ -4,6 +4,7 @@
 #define CLI_STREAMS_H
 
 #include "common.h"
+#include "lookup.h"
 
 typedef struct {
     llamac_model *model;
@@ -20,8 +21,9 @@ typedef struct {
     // for evaluate
     llamac_batch_token *batch; // (capacity,)
     int capacity;
-    int64_t evaluated; // tokens so far
+    int64_t evaluated; // tokens so far, without wrong guesses
     double began;      // time of the first call of evaluate
+    Lookup lookup;
 } Run;
 
 typedef struct {
@@ -38,6 +40,9 @@ typedef struct {
     int last;          // latest sampled token
     int result;        // of llamac_text_add for that token
     bool done;
+    int at;                   // place of the window's last token in the latest batch
+    int guesses[MAX_GUESSES]; // (n_guesses,) tokens that follow it there
+    int n_guesses, max_guesses;
     Text out; // may be shown, but is not printed yet
 } Stream;
 
@@ -112,19 +117,37 @@ static void feed(const Run *r, Stream *s, const int *tokens, int n) {
     }
 }
 
+// Guesses the next tokens of a stream, as many as the text and the window have room for, and adds
+// them to the batch, which has `count` tokens. Returns the new count.
+static int add_guesses(Run *r, Stream *s, int count) {
+    int max = s->max_guesses ? s->max_guesses : FIRST_GUESSES;
+    int room = llamac_positions(r->engine) - s->length, left = s->max - s->sampled - 1;
+    if (max > room) max = room;
+    if (max > left) max = left;
+    s->n_guesses = guess_tokens(s->window, s->length, max, s->guesses);
+    for (int i = 0; i < s->n_guesses; i++)
+        r->batch[count++] = (llamac_batch_token){s->sequence, s->guesses[i], s->length + i, true};
+    return count;
+}
+
 // Evaluates the tokens of n streams that are not evaluated yet, in one batch. Of many streams, one
 // with a long prompt evaluates a part of it in each call, so that the others need not wait.
 static void evaluate(Run *r, Stream **streams, int n) {
     enum { PROMPT_PART = 256 }; // tokens
     llamac_error error;
-    int count = 0;
-    if (!r->evaluated) r->began = seconds();
+    int count = 0, n_guesses = 0;
+    bool one_each = true; // each stream goes on by the token that was sampled last
+    double begin = seconds();
+    if (!r->evaluated) r->began = begin;
+    for (int i = 0; i < n; i++)
+        one_each &= streams[i]->length - streams[i]->evaluated == 1 && streams[i]->sampled > 0;
+    bool guess = one_each && may_guess(&r->lookup, n);
     for (int i = 0; i < n; i++) {
         Stream *s = streams[i];
         int left = s->length - s->evaluated,
             part = n > 1 && left > PROMPT_PART ? PROMPT_PART : left;
-        if (count + part > r->capacity) {
-            r->capacity = 2 * r->capacity + part;
+        if (count + part + MAX_GUESSES > r->capacity) {
+            r->capacity = 2 * r->capacity + part + MAX_GUESSES;
             r->batch = resize(r->batch, r->capacity, sizeof *r->batch);
         }
         for (int end = s->evaluated + part; s->evaluated < end; s->evaluated++) {
@@ -132,9 +155,13 @@ static void evaluate(Run *r, Stream **streams, int n) {
             r->batch[count++] = (llamac_batch_token){s->sequence, s->window[s->evaluated],
                                                      s->evaluated, /*logits*/ is_last};
         }
+        s->at = count - 1, s->n_guesses = 0;
+        if (guess) count = add_guesses(r, s, count);
+        n_guesses += s->n_guesses;
     }
     if (!llamac_evaluate(r->engine, r->batch, count, &error)) die("model", "%s", error.text);
-    r->evaluated += count;
+    if (one_each) count_call(&r->lookup, n, n_guesses, seconds() - begin);
+    r->evaluated += count - n_guesses;
 }
 
 // Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
@@ -149,13 +176,14 @@ static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_
     s->sampled = 0, s->max = max, s->done = false;
 }
 
-// Samples the next token of the stream. Adds it to the window, unless the text is done: the text
-// ends at a token that ends it, before a stop string, or after s->max tokens.
-static void sample_next(const Run *r, Stream *s) {
+// Samples the next token of the stream from the logits of token i of the latest batch. Adds it to
+// the window, unless the text is done: the text ends at a token that ends it, before a stop string,
+// or after s->max tokens.
+static void sample_next(const Run *r, Stream *s, int i) {
     llamac_error error;
     const char *shown;
     size_t n;
-    s->last = llamac_sample(s->sequence, &s->sampler, &error);
+    s->last = llamac_sample_at(r->engine, i, &s->sampler, &error);
     if (s->last < 0) die("model", "%s", error.text);
     s->result = llamac_text_add(s->text, s->last, &shown, &n, &error);
     if (s->result < 0) die("text", "%s", error.text);
@@ -169,10 +197,25 @@ static void sample_next(const Run *r, Stream *s) {
     }
 }
 
-// Samples a token for each of n streams whose tokens are all evaluated.
-static void sample_all(const Run *r, Stream **streams, int n) {
+// Samples the next token of a stream whose tokens are all evaluated and, as long as the sampled
+// tokens are the guessed ones, those after them. The next batch replaces wrong guesses.
+static void sample_stream(Run *r, Stream *s) {
+    int right = 0;
+    sample_next(r, s, s->at);
+    while (right < s->n_guesses && !s->done && s->last == s->guesses[right]) {
+        s->evaluated++;
+        sample_next(r, s, s->at + ++right);
+    }
+    if (!s->n_guesses) return;
+    s->max_guesses = next_guesses(s->n_guesses, right);
+    count_right(&r->lookup, right);
+    r->evaluated += right;
+}
+
+// Samples for each of n streams whose tokens are all evaluated.
+static void sample_all(Run *r, Stream **streams, int n) {
     for (int i = 0; i < n; i++)
-        if (streams[i]->evaluated == streams[i]->length) sample_next(r, streams[i]);
+        if (streams[i]->evaluated == streams[i]->length) sample_stream(r, streams[i]);
 }
 
 // Prints what may be shown.
