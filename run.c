@@ -86,12 +86,18 @@ static void save_prompt(const Run *r, const Stream *s) {
     if (!llamac_sequence_save(s->sequence, path, &error)) die(path, "%s", message_of(&error, path));
 }
 
+static void must_use_grammar(Run *r, Stream *s, int max) {
+    llamac_error error;
+    if (!use_grammar(r, s, max, &error)) die("--json-object", "%s", error.text);
+}
+
 // Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
 // or a stream that has evaluated all tokens of the same prompt but the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
-    show_prompt(r, s, tokens, n < total ? n : (int)total);
+    if (r->json_object) must_use_grammar(r, s, (int)(total - n));
+    else show_prompt(r, s, tokens, n < total ? n : (int)total);
     s->prompt_tokens = n;
     s->done = n >= total;
     if (!s->done) {
@@ -141,7 +147,7 @@ static void continue_texts(Run *r, Batch *b) {
     int left = 0;
     sample_all(r, b->active, b->n_active);
     for (int i = 0; i < b->n_active; i++) {
-        if (b->active[i]->done) close_stream(b->active[i]);
+        if (b->active[i]->done) close_stream(r, b->active[i]);
         else b->active[left++] = b->active[i];
     }
     b->n_active = left;
@@ -244,6 +250,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         feed(r, s, tokens, n);
         llamac_free(tokens);
         print_bytes("Assistant: ", 11);
+        if (r->json_object) must_use_grammar(r, s, r->steps);
         begin_text(r, s, r->stops, r->n_stops, r->steps);
         while (!s->done) {
             evaluate(r, &s, 1);
@@ -255,7 +262,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         if (s->result == LLAMAC_MORE)
             fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
     }
-    close_stream(s);
+    close_stream(r, s);
     free(s->out.s);
     free(line.s);
     free(prompt.s);
@@ -502,7 +509,7 @@ int main(int argc, char **argv) {
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
-    r.prompt_cache = o.prompt_cache, r.lookup.on = o.lookup;
+    r.prompt_cache = o.prompt_cache, r.json_object = o.json_object, r.lookup.on = o.lookup;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
                                  .topp = (float)o.topp,
@@ -541,6 +548,8 @@ int main(int argc, char **argv) {
     else generate(&r, &prompt, 1, at_once, at_once);
     flush();
 
+    for (int i = 0; i < r.n_grammars; i++) llamac_grammar_free(r.grammars[i]);
+    free(r.grammars);
     llamac_stop(r.engine);
     llamac_close(r.model);
     free(r.batch);

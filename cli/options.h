@@ -27,6 +27,7 @@ static const char help[] =
     "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
     "  --prompt-cache FILE  keep keys and values of the prompt in a file; the next prompt\n"
     "                   that begins alike is evaluated from where it differs\n"
+    "  --json-object    write a JSON object, complete within -n tokens, without the prompt\n"
     "  --lookup         guess tokens from earlier places of the text: the same text, faster\n"
     "                   where it repeats itself or the prompt\n"
     "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
@@ -68,7 +69,7 @@ typedef struct {
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
     double seed, steps, context, threads, at_once;
-    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, lookup;
+    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
 } Options;
 
 // An option of the command line. One of `on`, `text` and `number` points to where its value is
@@ -116,6 +117,7 @@ static Option find_option(Options *o, const char *flag) {
         {"--bench", .on = &o->bench},
         {"--json", .on = &o->json},
         {"--jsonl", .on = &o->jsonl},
+        {"--json-object", .on = &o->json_object},
         {"--lookup", .on = &o->lookup},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
@@ -173,7 +175,8 @@ static void check_tasks(const Options *o) {
     if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
         die("--prompt-cache",
             "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
-    if (o->lookup && tasks) die("--lookup", "expected texts or a chat, not another task");
+    if ((o->json_object || o->lookup) && tasks)
+        die(o->lookup ? "--lookup" : "--json-object", "expected texts or a chat, not another task");
 }
 
 static void check_options(const Options *o) {
@@ -222,7 +225,7 @@ static Options parse_options(int argc, char **argv) {
 // top-p.
 static bool needs_logits(const Options *o) {
     return o->topk || o->minp || (o->repeat_penalty && o->repeat_penalty != 1)
-           || o->frequency_penalty || o->presence_penalty;
+           || o->frequency_penalty || o->presence_penalty || o->json_object;
 }
 
 #endif

@@ -15,6 +15,7 @@ typedef struct {
     const char *const *stops; // (n_stops,) strings before which a text ends
     int n_stops;
     bool raw;                 // print all bytes as they are
+    bool json_object;         // texts are JSON objects
     int steps;                // max tokens of a text, or of an answer in a chat
     bool told;                // the user has been told that a window slid
     const char *prompt_cache; // file with keys and values of a prompt, or NULL
@@ -24,6 +25,8 @@ typedef struct {
     int64_t evaluated; // tokens so far, without wrong guesses
     double began;      // time of the first call of evaluate
     Lookup lookup;
+    llamac_grammar **grammars; // (n_grammars,) that no text uses at the moment
+    int n_grammars;
 } Run;
 
 typedef struct {
@@ -35,10 +38,11 @@ typedef struct {
     bool slid;         // the window has slid at least once
     int prompt_tokens; // of the text, BOS included
     // The text that is being continued
-    llamac_text *text; // of the sampled tokens
-    int sampled, max;  // tokens
-    int last;          // latest sampled token
-    int result;        // of llamac_text_add for that token
+    llamac_text *text;       // of the sampled tokens
+    llamac_grammar *grammar; // which these obey, or NULL
+    int sampled, max;        // tokens
+    int last;                // latest sampled token
+    int result; // of llamac_text_add for that token; LLAMAC_STOP if an object is complete
     bool done;
     int at;                   // place of the window's last token in the latest batch
     int guesses[MAX_GUESSES]; // (n_guesses,) tokens that follow it there
@@ -83,8 +87,14 @@ static void open_copy(const Run *r, Stream *s, const Stream *from) {
     s->length = from->length, s->evaluated = from->evaluated, s->slid = from->slid;
 }
 
-// Frees all but the text that waits to be printed.
-static void close_stream(Stream *s) {
+// Frees all but the text that waits to be printed. Its grammar is left to later texts, because it
+// takes long to create.
+static void close_stream(Run *r, Stream *s) {
+    if (s->grammar) {
+        r->grammars = resize(r->grammars, r->n_grammars + 1, sizeof *r->grammars);
+        r->grammars[r->n_grammars++] = s->grammar;
+        s->grammar = NULL;
+    }
     llamac_sequence_free(s->sequence);
     llamac_text_free(s->text);
     free(s->window);
@@ -176,24 +186,42 @@ static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_
     s->sampled = 0, s->max = max, s->done = false;
 }
 
+// Makes the next text of a stream, of `max` tokens at most, a JSON object. Fails if the vocabulary
+// cannot write one, or not in `max` tokens.
+static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
+    if (!s->grammar && r->n_grammars) s->grammar = r->grammars[--r->n_grammars];
+    if (!s->grammar) s->grammar = llamac_grammar_json(r->model, true, error);
+    if (!s->grammar) return false;
+    llamac_grammar_reset(s->grammar);
+    if (max > 0 && memchr(llamac_grammar_allowed(s->grammar, max), 1, r->info.vocab_size))
+        return true;
+    snprintf(error->text, sizeof error->text,
+             "the text has room for %d tokens, too few for a JSON object", max > 0 ? max : 0);
+    return false;
+}
+
 // Samples the next token of the stream from the logits of token i of the latest batch. Adds it to
 // the window, unless the text is done: the text ends at a token that ends it, before a stop string,
-// or after s->max tokens.
+// after s->max tokens, or as soon as it is the JSON object that it must be.
 static void sample_next(const Run *r, Stream *s, int i) {
     llamac_error error;
     const char *shown;
     size_t n;
+    if (s->grammar) s->sampler.allowed = llamac_grammar_allowed(s->grammar, s->max - s->sampled);
     s->last = llamac_sample_at(r->engine, i, &s->sampler, &error);
     if (s->last < 0) die("model", "%s", error.text);
+    llamac_grammar_accept(s->grammar, s->last);
+    bool complete = llamac_grammar_complete(s->grammar); // false without a grammar
     s->result = llamac_text_add(s->text, s->last, &shown, &n, &error);
     if (s->result < 0) die("text", "%s", error.text);
     append(&s->out, shown, n);
     if (s->result != LLAMAC_END) s->sampled++;
-    s->done = s->result != LLAMAC_MORE || s->sampled == s->max;
+    s->done = s->result != LLAMAC_MORE || complete || s->sampled == s->max;
     if (!s->done) feed(r, s, &s->last, 1);
     else if (s->result == LLAMAC_MORE) {
         if (!llamac_text_finish(s->text, &shown, &n, &error)) die("text", "%s", error.text);
         append(&s->out, shown, n);
+        if (complete) s->result = LLAMAC_STOP;
     }
 }
 
