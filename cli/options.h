@@ -50,8 +50,8 @@ static const char help[] =
     "                   with -m chat those of your turns\n"
     "  --logits         write the logits of every prompt token as float32\n"
     "  --verify         compare the weights with the checksum in the file\n"
-    "  --bench          measure the speed with a prompt, then with -n tokens one by one;\n"
-    "                   --json prints JSON\n"
+    "  --bench          measure the speed with a prompt, then with -n tokens one by one,\n"
+    "                   of -b texts together; --json prints JSON\n"
     "  --version        version, instruction set and devices      -h, --help  this text\n";
 
 #ifdef CUDA
@@ -170,8 +170,8 @@ static void check_tasks(const Options *o) {
         if (has_prompt) die(flag, "there is a prompt from %s already", o->prompt ? "-i" : "-f");
         if (tasks || chat) die(flag, "expected no other task beside it");
     }
-    if (o->at_once > 1 && (tasks || chat))
-        die("-b", "expected texts of a prompt, not another task");
+    if (o->at_once > 1 && ((tasks && !o->bench) || chat))
+        die("-b", "expected texts or --bench, not another task");
     if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
         die("--prompt-cache",
             "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
