@@ -385,23 +385,23 @@ static double peak_memory(void) {
 #endif
 }
 
-// Sequences that are evaluated together, each with the same tokens.
+// Sequences that are evaluated together.
 typedef struct {
     llamac_engine *engine;
     llamac_sequence **sequences; // (n,)
-    llamac_batch_token *batch;   // (n * max tokens of a call,)
+    llamac_batch_token *batch;   // (n * max tokens of each in a call,)
     int n;
 } BenchTexts;
 
-// Evaluates T tokens from position pos on in each sequence: the same ones, or, if `own`, one token
-// of its own for each.
-static void bench_evaluate(BenchTexts *b, const int *tokens, int T, int pos, bool own) {
+// Evaluates T tokens of each sequence from position pos on. Those of sequence i begin at
+// tokens[i * stride].
+static void bench_evaluate(BenchTexts *b, const int *tokens, int stride, int T, int pos) {
     llamac_error error;
     int count = 0;
     for (int i = 0; i < b->n; i++)
         for (int t = 0; t < T; t++)
-            b->batch[count++] = (llamac_batch_token){b->sequences[i], tokens[own ? i : t], pos + t,
-                                                     /*logits*/ t == T - 1};
+            b->batch[count++] = (llamac_batch_token){b->sequences[i], tokens[i * stride + t],
+                                                     pos + t, /*logits*/ t == T - 1};
     if (!llamac_evaluate(b->engine, b->batch, count, &error)) die("model", "%s", error.text);
 }
 
@@ -413,7 +413,7 @@ static void decode_greedily(BenchTexts *b, int token, int T) {
     int next[MAX_AT_ONCE];
     for (int i = 0; i < b->n; i++) next[i] = token;
     for (int pos = 0; pos < T; pos++) {
-        bench_evaluate(b, next, 1, pos, true);
+        bench_evaluate(b, next, 1, 1, pos);
         for (int i = 0; i < b->n; i++) {
             next[i] = llamac_sample(b->sequences[i], &greedy, &error);
             if (next[i] < 0) die("model", "%s", error.text);
@@ -442,12 +442,12 @@ static void bench(Run *r, double began, int n_texts, bool json) {
     for (int i = 0; i < n_texts; i++) sequences[i] = new_sequence(r);
     decode_greedily(&b, bos, 1);
     double first_token = seconds() - began;
-    for (int i = 0; i < WARM_UP; i++) bench_evaluate(&b, &bos, 1, 0, false);
-    bench_evaluate(&b, tokens, n, 0, false);
+    for (int i = 0; i < WARM_UP; i++) bench_evaluate(&b, &bos, 0, 1, 0);
+    bench_evaluate(&b, tokens, 0, n, 0);
     double begin = seconds();
     for (; runs < BENCH_RUNS && (!runs || seconds() - begin < BENCH_SECONDS); runs++) {
         double before = seconds();
-        bench_evaluate(&b, tokens, n, 0, false);
+        bench_evaluate(&b, tokens, 0, n, 0);
         double middle = seconds();
         decode_greedily(&b, bos, decoded);
         prompt[runs] = middle - before;
@@ -456,8 +456,7 @@ static void bench(Run *r, double began, int n_texts, bool json) {
         share[runs] = bandwidth[runs] > 0 ? decoded / decode[runs] * bytes / bandwidth[runs] : 0;
     }
     double prompt_speed = n_texts * n / median(prompt, runs);
-    double steps =
-        decoded / median(decode, runs); // calls per second, each of which reads all weights
+    double calls = decoded / median(decode, runs); // per second; each reads all weights
     printf(json ? "{\"threads\": %d, \"texts\": %d, \"first_token_ms\": %.2f, "
                   "\"prompt_tokens\": %d, "
                   "\"prompt_tokens_per_s\": %.1f, \"decode_tokens\": %d, "
@@ -475,7 +474,7 @@ static void bench(Run *r, double began, int n_texts, bool json) {
                   "share of that reached  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
            llamac_threads(r->engine), n_texts, first_token * 1e3, n, prompt_speed, decoded,
-           n_texts * steps, bytes, bytes * steps / 1e9, median(bandwidth, runs) / 1e9,
+           n_texts * calls, bytes, bytes * calls / 1e9, median(bandwidth, runs) / 1e9,
            median(share, runs), peak_memory());
     for (int i = 0; i < n_texts; i++) llamac_sequence_free(sequences[i]);
     free(b.batch);

@@ -116,15 +116,15 @@ def row(key, found):
     return "| " + " | ".join([key, *cells]) + " |"
 
 
-def prepare(shape, form):
+def prepare(folder, shape, form):
     """
-    Return the path of the model of this shape and format. Write it if it is missing, and read it
-    into the page cache.
+    Return the path of the model of this shape and format in the folder. Write it if it is missing,
+    and read it into the page cache.
     """
-    path = Path(models, shape, f"{form}.gguf")
+    path = Path(folder, shape, f"{form}.gguf")
     if not path.exists():
         command = [sys.executable, ROOT / "bench" / "models.py", f"--shapes={shape}",
-                   f"--formats={form}", f"--models={models}"]
+                   f"--formats={form}", f"--models={folder}"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             sys.exit(2)
     read_anew(path)
@@ -145,7 +145,7 @@ def main():
     n_threads = threads or len(os.sched_getaffinity(0))
     print_header()
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
-        path = prepare(shape, form)
+        path = prepare(models, shape, form)
         for n_texts in map(int, texts.split(",")):
             found = measure(path, n_threads, n_texts)
             key = f"{shape} {form} {n_threads} {n_texts}"

@@ -40,20 +40,21 @@ static int next_guesses(int n, int right) {
     return 2 * n < MAX_GUESSES ? 2 * n : MAX_GUESSES;
 }
 
-// What guesses cost and save, in calls of the model. It counts only calls in which each text has
-// one token beside its guesses.
+// What guesses cost and save. Only those calls of the model are counted in which each text has one
+// token beside its guesses.
 typedef struct {
     bool on;                   // --lookup is given
     int n_texts;               // in the latest calls
     int64_t n_latest, n_plain; // calls for so many texts: all, and those without guesses
-    double plain;              // seconds that one of these takes
+    double plain;              // seconds that a call without guesses takes
     int64_t calls;             // so far
-    double lost;        // calls that the time for guesses would have sufficed for, less spared ones
-    int64_t n, n_right; // guesses
+    double lost;               // time that guesses took, less that of calls they spared, in calls
+    int64_t n, n_right;        // guesses
 } Lookup;
 
-// Returns whether the next call, for n_texts texts, may have guesses: as long as all of them
-// together have lost at most a hundredth of the time. Some calls have none, to know their time.
+// Returns whether the next call, for n_texts texts, may have guesses: as long as all guesses
+// together have lost at most a hundredth of the time. At least three calls, and one in 32, have
+// none, so that the time without guesses is known.
 static bool may_guess(const Lookup *l, int n_texts) {
     bool known = l->n_texts == n_texts && l->n_plain > 2 + l->n_latest / 32;
     return l->on && known && l->lost <= 0.01 * (double)l->calls;

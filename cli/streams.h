@@ -38,15 +38,15 @@ typedef struct {
     bool slid;         // the window has slid at least once
     int prompt_tokens; // of the text, BOS included
     // The text that is being continued
-    llamac_text *text;       // of the sampled tokens
-    llamac_grammar *grammar; // which these obey, or NULL
-    int sampled, max;        // tokens
-    int last;                // latest sampled token
-    int result; // of llamac_text_add for that token; LLAMAC_STOP if an object is complete
-    bool done;
+    llamac_text *text;        // of the sampled tokens
+    llamac_grammar *grammar;  // which these obey, or NULL
+    int sampled, max;         // tokens
+    int last;                 // latest sampled token
+    int result;               // of llamac_text_add for it; LLAMAC_STOP if an object is complete
     int at;                   // place of the window's last token in the latest batch
     int guesses[MAX_GUESSES]; // (n_guesses,) tokens that follow it there
     int n_guesses, max_guesses;
+    bool done;
     Text out; // may be shown, but is not printed yet
 } Stream;
 

