@@ -4,9 +4,10 @@ Measure what --lookup of ./run changes in the speed of texts that repeat themsel
     python bench/lookup.py
     python bench/lookup.py --shapes=110M --formats=q8_0 --tokens=512
 
-The models have random weights. Their greedy texts repeat themselves after a while; at temperature
-1, hardly anything repeats. The runs with and without --lookup take turns. A ratio is the speed with
---lookup / without, of the medians.
+The models have random weights. Their greedy texts repeat themselves. In the other texts, each token
+is one of the three most likely at random, so pairs of tokens occur again, but what follows them is
+another token. The runs with and without --lookup take turns. A ratio is the speed with --lookup /
+without, of the medians.
 """
 import itertools
 import os
@@ -29,13 +30,13 @@ tokens = 256                # tokens of a text
 models = "cache/bench"      # folder of the models; missing ones are written
 run = "./run"               # path of our program
 
-TEXTS = {"repeats": 0, "does not": 1}  # {title in the table: temperature}
+TEXTS = {"repeats": ("-t", 0), "does not": ("-t", 100, "-k", 3)}  # {title in the table: flags}
 
 
-def speed(path, n_threads, temperature, flags):
+def speed(path, n_threads, flags):
     """Return (tokens/s, right guesses, guesses) of a text."""
     command = [os.path.expanduser(run), path, "-i", "a b c", "-n", tokens, "-s", 1,
-               "-t", temperature, "-j", n_threads, *flags]
+               "-j", n_threads, *flags]
     stderr = call(command, n_threads)[1]
     guesses = re.search(r"lookup: (\d+) of (\d+)", stderr)
     found = re.search(r"achieved tok/s: ([\d.]+)", stderr)
@@ -51,11 +52,11 @@ def main():
           "| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
         path = prepare(models, shape, form)
-        for title, temperature in TEXTS.items():
+        for title, flags in TEXTS.items():
             plain, found = [], []
             for _ in range(samples):
-                plain.append(speed(path, n_threads, temperature, [])[0])
-                found.append(speed(path, n_threads, temperature, ["--lookup"]))
+                plain.append(speed(path, n_threads, flags)[0])
+                found.append(speed(path, n_threads, (*flags, "--lookup")))
             before = median(plain)
             after, right, guesses = map(median, zip(*found))
             print(f"| {shape} {form} {n_threads} | {title} | {before:,.0f} | {after:,.0f} | "

@@ -38,7 +38,16 @@ def test_the_oracle_keeps_repeated_keys_and_refuses_what_is_no_object():
             read_object(text)
 
 
+BLANKS = [b"<0x09>", b"<0x0A>", b"<0x0D>", b"<0x20>", b"\xe2\x96\x81"]
 NAMES = ["bytes", "odd", "characters", "ours", "byte-level"]
+
+
+def liven(model, pieces):
+    """Let a random model write more than {}: the first number of each embedding is large, so that of the classifier is a bias."""
+    model.w["output"] *= 0.3
+    model.w["tok"][:, 0] = 3
+    model.w["output"][:, 0] = [0.8 if piece in (b'"', b",", b"[", b"{", b"<0x22>", b"<0x2C>", b"<0x5B>", b"<0x7B>") else
+                               -0.5 if piece in (b"}", b"]", b"<0x7D>", b"<0x5D>") or not piece.strip() or piece in BLANKS else 0 for piece in pieces]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,7 @@ def models(tmp_path_factory):
         made = MADE[name] if name in MADE else pieces_of(train(**VOCABULARIES[name], required_chars="{}[]:,\""))
         model = Model(dim=32, hidden=32, layers=1, heads=2, kv=1, vocab=len(made), seq=64, tied=False, seed=seed)
         model.pieces = [(piece, kind) for piece, _, kind in made]
+        liven(model, [piece for piece, _, _ in made])
         has_bytes = any(kind == 6 for _, kind in model.pieces)
         model.write_gguf(folder / f"{name}.gguf", tokenizer="llama" if has_bytes else "llama-without-bytes")
     path = folder / "byte-level.gguf"
@@ -74,7 +84,8 @@ def test_every_answer_is_an_object(run_bin, models, name, count):
         seen |= {type(part).__name__ for part in values_in(value)}
         assert answer["finish_reason"] == "stop" and answer["tokens"] <= most, answer
         full += answer["tokens"] == most > 5
-    assert {"Pairs", "list", "str"} <= seen and full > count / 50, (seen, full)
+    expected = {"Pairs", "str", "int"} | ({"list", "float", "bool", "NoneType"} if count > 1000 else set())
+    assert expected <= seen and full > count / 50, (seen, full)
 
 
 def test_texts_and_chats_are_objects(run_bin, run_debug_bin, models, tmp_path):
