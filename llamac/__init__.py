@@ -117,6 +117,7 @@ FUNCTIONS = {
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
     "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
+    "sample_at_sized": (c_int, ENGINE, c_int, POINTER(Sampler), c_size_t, ERROR),
     "sample_batch_sized": (c_bool, c_void_p, c_void_p, c_int, c_void_p, c_size_t, ERROR),
     "grammar_json": (GRAMMAR, MODEL, c_bool, ERROR),
     "grammar_copy": (GRAMMAR, GRAMMAR, ERROR),
@@ -345,7 +346,7 @@ class Engine:
             call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
                  BATCH_TOKEN.itemsize)
 
-    def sample(self, sequences, samplers):
+    def sample_batch(self, sequences, samplers):
         """
         Return the next token of each sequence in a list, drawn by the sampler of the same index as
         Sequence.sample does, or the Error of that call. One call of the library samples all.
@@ -384,6 +385,15 @@ class Engine:
         with self.using():
             return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
                                  self.model)
+
+    def sample(self, i, sampler):
+        """
+        Return a next token, drawn from the logits of token i of the latest call, counted as in
+        logits(). Penalties are for the tokens of its sequence up to that one.
+        """
+        with self.using():
+            return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
+                        ctypes.sizeof(sampler))
 
 
 class Sequence:

@@ -160,7 +160,7 @@ class Continuation:
         """
         Append the next token. Return (text, details, count, reason).
 
-        token: what Engine.sample has drawn after prepare(); None: sample it here.
+        token: what Engine.sample_batch has drawn after prepare(); None: sample it here.
 
         text: what has become certain, see TextStream; details: token_details of the tokens in it,
         and the "offset" of each in the whole text, in characters; count: tokens so far.

@@ -302,8 +302,8 @@ class Scheduler:
         """Sample the next token of each text, and end those that are complete."""
         for task in tasks:
             task.text.prepare()
-        tokens = engine.sample([task.text.sequence for task in tasks],
-                               [task.text.sampler for task in tasks])
+        tokens = engine.sample_batch([task.text.sequence for task in tasks],
+                                     [task.text.sampler for task in tasks])
         for task, token in zip(tasks, tokens):
             if isinstance(token, llamac.Error):  # broken weights
                 self.end(task, token)

@@ -122,12 +122,15 @@ def test_logits_equal_transformers(models):
     rows = np.stack([engine.logits(i) for i in range(len(tokens))])
     assert rows.shape == expected.shape and np.allclose(rows, expected, atol=2e-3)
     assert (sequence.logits == rows[-1]).all() and (sequence.tokens == tokens).all() and len(sequence) == len(tokens)
+    assert [engine.sample(i, llamac.Sampler()) for i in range(len(tokens))] == rows.argmax(1).tolist()
     before = rows[-1].copy()
     last = sequence.logits
     sequence.forward(tokens[:3][::-1].copy(), 0)
     assert sequence.logits.shape == (300,) and len(sequence) == 3 and not (sequence.logits == last).all()
     with pytest.raises(llamac.Error, match="no logits"):
         engine.logits(0)  # forward computes those of its last token
+    with pytest.raises(llamac.Error, match="no logits of token 0"):
+        engine.sample(0, llamac.Sampler())
     del model, sequence, engine, tokens
     gc.collect()
     assert (last == before).all()
@@ -163,16 +166,16 @@ def test_many_sequences_are_sampled_in_one_call(models, tmp_path):
     engine.evaluate([llamac.Part(s, [1, 5, n]) for n, s in enumerate(sequences)])
     one, many = [[llamac.Sampler(state=n + 1, **wish) for n, wish in enumerate(wishes)] for _ in range(2)]
     for _ in range(20):
-        assert engine.sample(sequences, many) == [s.sample(x) for s, x in zip(sequences, one)]
+        assert engine.sample_batch(sequences, many) == [s.sample(x) for s, x in zip(sequences, one)]
         assert [x.state for x in many] == [x.state for x in one]
-    assert engine.sample([], []) == []
+    assert engine.sample_batch([], []) == []
     sequences[1].free()
     none, one[3].topk = llamac.Sequence(engine), -1
-    found = engine.sample([*sequences, none], [*one, llamac.Sampler()])
+    found = engine.sample_batch([*sequences, none], [*one, llamac.Sampler()])
     assert [type(token) for token in found] == [int, llamac.Error, int, llamac.Error, int, llamac.Error]
     assert [str(found[n]) for n in (1, 3)] == ["the sequence is NULL", "top-k is -1, expected 0 or more"] and "no logits" in str(found[5])
     assert [many[n].state for n in (0, 2, 4)] != [one[n].state for n in (0, 2, 4)]
-    engine.sample([sequences[n] for n in (0, 2, 4)], [many[n] for n in (0, 2, 4)])
+    engine.sample_batch([sequences[n] for n in (0, 2, 4)], [many[n] for n in (0, 2, 4)])
     assert [many[n].state for n in (0, 2, 4)] == [one[n].state for n in (0, 2, 4)]
 
 
