@@ -575,3 +575,17 @@ int llamac_sample_at_sized(llamac_engine *engine, int i, llamac_sampler *sampler
         return fail(e, "the sequence of token %d of the last call was freed", i), -1;
     return sample(engine, sampler, size, token->row, token->sequence->tokens, token->end, e);
 }
+
+bool llamac_sample_batch_sized(llamac_sequence *const *sequences, llamac_sampler *const *samplers,
+                               int n, int *tokens, size_t size, Error *e) {
+    clear(e);
+    CHECK(n >= 0, "%d sequences, expected 0 or more", n);
+    CHECK(!n || (sequences && samplers && tokens), "%d sequences at NULL, expected arrays", n);
+    bool ok = true;
+    for (int i = 0; i < n; i++) {
+        Error error;
+        tokens[i] = llamac_sample_sized(sequences[i], samplers[i], size, &error);
+        if (tokens[i] < 0 && ok) ok = fail(e, "%s", error.text);
+    }
+    return ok;
+}
