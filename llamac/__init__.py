@@ -79,6 +79,9 @@ class Info(ctypes.Structure):
 BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position", np.int32),
                         ("logits", np.bool_)], align=True)
 
+TEXTS = (str, list, tuple, np.ndarray)  # types of a text or of its tokens, for Engine.embed
+POOLINGS = ("mean", "last")  # as LLAMAC_MEAN, LLAMAC_LAST
+
 MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
 # {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
@@ -112,6 +115,7 @@ FUNCTIONS = {
     "evaluate_sized": (c_bool, ENGINE, c_void_p, c_int, c_size_t, ERROR),
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
+    "embed": (c_bool, ENGINE, TOKENS, c_int, c_int, c_void_p, ERROR),
     "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
     "grammar_json": (GRAMMAR, MODEL, c_bool, ERROR),
     "grammar_free": (None, GRAMMAR),
@@ -275,15 +279,17 @@ class Engine:
     sample_only: no logits are read: a GPU then keeps them in its memory.
     device: "cpu", "cuda" or "auto"; None: the default of the build.
     kv_bits: size of a number in the KV cache: 32, 16 or 8; 0: 16 for quantised weights, else 32.
+    isa: the CPU's instruction set to use, for tests; None: the best.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
     """
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
-                 device=None, kv_bits=0):
+                 device=None, kv_bits=0, isa=None):
         options = Options(positions=c_integer("positions", positions),
                           n_threads=c_integer("threads", threads),
                           device=device and device.encode(), no_copy=no_copy,
-                          sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits))
+                          sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits),
+                          isa=isa and isa.encode())
         pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
         self.model, self.lock = model, threading.Lock()
         self.dropped = []  # pointers of sequences that were collected but are not freed yet
@@ -333,6 +339,28 @@ class Engine:
         with self.using():
             sequence.adopt(self, call("sequence_load", self.pointer, bytes(Path(path))))
         return sequence
+
+    def embed(self, text, pooling="mean"):
+        """
+        Return the embedding of a text, a str or its tokens: (dim,) float32. Of a list of texts,
+        return a list.
+
+        pooling: "mean" of the hidden states of the tokens after the final norm, or that of the
+        "last" token. The embedding is not scaled to unit length. Sequences of the engine, and the
+        logits of its latest call, stay as they are.
+        """
+        if pooling not in POOLINGS:
+            raise Error(f"pooling is {pooling!r}, expected 'mean' or 'last'")
+        if not isinstance(text, TEXTS):
+            raise Error(f"{str(text)[:80]!r} is not a text, its tokens or a list of texts")
+        if len(text) and not isinstance(text, str) and isinstance(text[0], TEXTS):
+            return [self.embed(one, pooling) for one in text]
+        tokens = token_array(self.model.encode(text) if isinstance(text, str) else text)
+        embedding = np.empty(self.model.info.dim, np.float32)
+        with self.using():
+            call("embed", self.pointer, tokens.ctypes.data, tokens.size, POOLINGS.index(pooling),
+                 embedding.ctypes.data)
+        return embedding
 
     def logits(self, i):
         """

@@ -38,7 +38,7 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 82 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 89 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "outside the vocabulary" in said[4] and "no such file" in said[9]
     assert "temperature is nan" in said[13] and "temperature is -1" in said[14] and "top-p is nan" in said[15] and "is longer" in said[16]
 
