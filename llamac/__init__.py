@@ -24,9 +24,11 @@ import contextlib
 import ctypes
 import functools
 import operator
+import signal
 import threading
 import weakref
-from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import (CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64,
+                    c_void_p)
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +44,14 @@ class Error(RuntimeError):
     """An error of the library; its text is one line."""
 
 
+PROGRESS = CFUNCTYPE(c_bool, c_void_p, c_float)  # types of the callbacks in llamac_options
+ABORT = CFUNCTYPE(c_bool, c_void_p)
+
+
 class Options(ctypes.Structure):
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
-                ("progress", c_void_p), ("abort", c_void_p), ("data", c_void_p), ("isa", c_char_p)]
+                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p)]
 
 
 class Sampler(ctypes.Structure):
@@ -268,6 +274,67 @@ class Model:
         return library().llamac_ends(self.pointer, c_integer("a token", token))
 
 
+class Callbacks:
+    """
+    The functions `progress` and `abort` of an engine, None if they are not given.
+
+    Exceptions do not pass through C. So the callbacks only make the library stop, and raising()
+    raises the exception when the library has returned. Ctrl-C is held back until then, because
+    Python would raise it at the beginning of a callback, where nothing can catch it.
+    """
+
+    def __init__(self, progress, abort):
+        self.progress, self.abort = progress, abort
+        self.error, self.interrupts = None, []  # interrupts: arguments for the handler of Ctrl-C
+        self.options = {}  # fields of Options
+        if progress or abort:
+            self.options = {"progress": PROGRESS(self.on_progress), "abort": ABORT(self.on_abort)}
+
+    def on_progress(self, data, share):
+        """Return whether to go on."""
+        try:
+            return not self.interrupts and not (self.progress and self.progress(share) is False)
+        except BaseException as e:
+            self.error = e
+            return False
+
+    def on_abort(self, data):
+        """Return whether to stop."""
+        try:
+            return bool(self.interrupts or self.abort and self.abort())
+        except BaseException as e:
+            self.error = e
+            return True
+
+    @contextlib.contextmanager
+    def raising(self):
+        """Call the library in a block. Then handle Ctrl-C and raise the exception of a callback."""
+        if not self.options:
+            yield
+            return
+        handler, failure = signal.getsignal(signal.SIGINT), None
+        # Python handles signals in the main thread alone.
+        holds = threading.current_thread() is threading.main_thread() and callable(handler)
+        if holds:
+            signal.signal(signal.SIGINT, lambda *details: self.interrupts.append(details))
+        try:
+            yield
+        except BaseException as e:
+            failure = e
+        finally:
+            if holds:
+                signal.signal(signal.SIGINT, handler)
+        interrupts, error = self.interrupts, self.error
+        self.interrupts, self.error = [], None
+        try:
+            if interrupts:
+                handler(*interrupts[0])
+            if error or failure:
+                raise error or failure
+        finally:
+            error = failure = None  # the exception refers to this frame: break the cycle
+
+
 class Engine:
     """
     What computes: the threads or the GPU, and the weights in the layout that they need. All
@@ -280,21 +347,31 @@ class Engine:
     device: "cpu", "cuda" or "auto"; None: the default of the build.
     kv_bits: size of a number in the KV cache: 32, 16 or 8; 0: 16 for quantised weights, else 32.
     isa: the CPU's instruction set to use, for tests; None: the best.
+    progress: a function that is called while the engine starts, with the share that is done, from 0
+    to 1. If it returns False, starting fails.
+    abort: a function that is called from time to time while tokens are evaluated. If it returns a
+    true value, the call fails, and the engine can be used again.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
+
+    An exception of `progress` or `abort` stops the call and is raised by it. With either function,
+    Ctrl-C stops a call too. Neither may use the engine.
     """
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
-                 device=None, kv_bits=0, isa=None):
+                 device=None, kv_bits=0, isa=None, progress=None, abort=None):
+        self.callbacks = Callbacks(progress, abort)
         options = Options(positions=c_integer("positions", positions),
                           n_threads=c_integer("threads", threads),
                           device=device and device.encode(), no_copy=no_copy,
                           sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits),
-                          isa=isa and isa.encode())
-        pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
+                          isa=isa and isa.encode(), **self.callbacks.options)
         self.model, self.lock = model, threading.Lock()
+        self.user = None  # identifier of the thread that holds the lock
         self.dropped = []  # pointers of sequences that were collected but are not freed yet
-        finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
-        finalizer.atexit = False  # as in owned()
+        with self.callbacks.raising():
+            pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
+            finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
+            finalizer.atexit = False  # as in owned()
         self.pointer = pointer
         self.positions = library().llamac_positions(pointer)
         self.threads = library().llamac_threads(pointer)
@@ -303,9 +380,15 @@ class Engine:
     @contextlib.contextmanager
     def using(self):
         """Let other threads wait during a block that calls the library."""
-        with self.lock:
-            free_sequences(self.dropped)
-            yield
+        if self.user == threading.get_ident():
+            raise Error("a callback of the engine uses the engine, whose call has not ended")
+        with self.lock, self.callbacks.raising():
+            self.user = threading.get_ident()
+            try:
+                free_sequences(self.dropped)
+                yield
+            finally:
+                self.user = None
 
     def evaluate(self, parts):
         """
