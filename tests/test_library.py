@@ -127,10 +127,10 @@ def test_texts_in_a_batch_are_what_run_writes(libraries, models, run_bin, tmp_pa
         assert done.returncode == 1 and words in done.stderr and done.stdout == ""
 
 
-def post(port, body, path="/completion"):
+def post(port, body, length="content-length: {}"):
     """Return a socket that has sent a request in two pieces."""
     client = socket.create_connection(("127.0.0.1", port), timeout=60)
-    request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    request = f"POST / HTTP/1.1\r\nHost: localhost\r\n{length.format(len(body))}\r\n\r\n{body}".encode()
     client.sendall(request[:20])
     client.sendall(request[20:])
     return client
@@ -164,12 +164,35 @@ def test_a_server_answers_several_clients_at_once(libraries, models, run_bin, tm
             if n % 6 == 0:
                 post(port, "Gone").close()
             if n % 6 == 1:
-                assert not answer(post(port, "A", "/other"))
+                assert not answer(post(port, "A", f"Content-Length: {(0, -1, 1 << 20, 'x')[n // 6]}"))
         for prompt, client in zip(prompts, clients):
             texts.append(prompt.encode() + answer(client))
             assert texts[-1].startswith(run(run_bin, models[0], "-t", 0, "-n", 0, "--raw", "-i", prompt).removesuffix(b"\n"))
         assert sum(map(len, texts)) > 40 * len(texts)
         assert not answer(post(port, "A" * 500)) and process.poll() is None  # longer than the context
+        (opened := socket.create_connection(("127.0.0.1", port), timeout=60)).sendall(b"POST / HTTP/1.1\r\n")
+        assert not answer(opened)  # not complete
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_without_files_for_connections_goes_on(libraries, models, tmp_path):
+    """accept() fails while the limit is reached: no client's place is lost, and the next requests are answered."""
+    server = compile_example(libraries, tmp_path, "server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(["prlimit", "--nofile=8", server, models[0], str(port)])  # 3 and the listener, perhaps the model
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        expected = answer(post(port, "One"))
+        for _ in range(3):
+            assert [answer(client) for client in [post(port, "One") for _ in range(20)]] == [expected] * 20
+        assert expected and process.poll() is None
     finally:
         process.kill()
         process.wait()
