@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from configurator import configure, fail
+from page.embeddings import Embeddings
 from page.inside import Inside
 from page.jobs import Jobs
 from page.programs import end_all
@@ -52,8 +53,9 @@ def routes():
     if os.path.lexists(foreign):
         print(f"note: {foreign} is ignored: a queue in a folder of runs is not started; your queue "
               f"is in {all_runs.state}", file=sys.stderr)
-    apis = (RunApi(all_runs, lambda: jobs.list() | {"system": system()}), jobs,
-            Talk(lambda: model_files(all_runs)), Inside(all_runs))
+    talk = Talk(lambda: model_files(all_runs))
+    apis = (RunApi(all_runs, lambda: jobs.list() | {"system": system()}), jobs, talk,
+            Embeddings(talk), Inside(all_runs))
     found = file_routes(Path(__file__).with_name("page")) | {"GET /bokeh.js": bokeh_route()}
     for api in apis:
         found |= api.routes()
@@ -68,7 +70,7 @@ def model_routes():
         talk.load(serve).sequences()  # start the engine now, not with the first request
     except (ValueError, RuntimeError) as e:
         fail(f"--serve: {e}")
-    return talk.routes()
+    return talk.routes() | Embeddings(talk).routes()
 
 
 def bokeh_route():

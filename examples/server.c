@@ -1,67 +1,62 @@
-// Continues texts over HTTP for several clients at once, in one thread: a batch has a token of each.
+// Continues texts over HTTP for several clients at once: a batch has a token of each.
 //     make lib && cc -O3 -Iruntime examples/server.c libllamac.a -lm -pthread -o server
 //     ./server model.gguf 8080
-//     curl -N -d "Once upon a time" http://127.0.0.1:8080/completion
-#define _GNU_SOURCE // strcasestr
+//     curl -N -d "Once upon a time" http://127.0.0.1:8080
 #include <arpa/inet.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include "llamac.h"
 
-enum { MAX_CLIENTS = 16, CHUNK = 32, MAX_TOKENS = 200, MAX_REQUEST = 1 << 14 };
+enum { MAX_CLIENTS = 16 };
 #define OK "HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n"
 
 typedef struct {
-    int socket, size; // bytes of the request so far
-    char request[MAX_REQUEST + 1];
-    llamac_sequence *sequence;  // NULL until the request is complete
-    int *tokens, n, done, left; // `done` of n tokens are evaluated; `left` may still be sampled
+    FILE *stream;
+    llamac_sequence *sequence;
+    llamac_text *text; // of the sampled tokens
+    int token;         // the latest one, which is not evaluated yet
 } Client;
 
-// Reads what has arrived. Returns false if the client has left or asks for something else.
-static bool receive(Client *c, const llamac_model *model, llamac_engine *engine) {
-    ssize_t n = recv(c->socket, c->request + c->size, MAX_REQUEST - c->size, 0);
-    if (n <= 0 || c->sequence) return false;
-    c->request[c->size += n] = 0;
-    const char *body = strstr(c->request, "\r\n\r\n");
-    const char *length = strcasestr(c->request, "\r\nContent-Length:");
-    int size = body ? (int)(c->request + c->size - body - 4) : 0;
-    if (!body || (length && size < atoi(length + 17))) return true; // more will arrive
-    if (strncmp(c->request, "POST /completion ", 17)) return false;
-    bool bos = llamac_describe(model).add_bos || !size;
-    c->tokens = llamac_encode(model, body + 4, size, bos, &c->n, NULL), c->left = MAX_TOKENS;
-    if (c->n > 0 && c->n < llamac_positions(engine))
-        c->sequence = llamac_sequence_new(engine, NULL);
-    return c->sequence && send(c->socket, OK, sizeof OK - 1, MSG_NOSIGNAL) > 0;
-}
-
-// Samples and sends the token after the n that are evaluated. Returns false at the end of the text.
-static bool advance(Client *c, const llamac_model *model, llamac_engine *engine) {
-    char text[512];
-    int previous = c->tokens[c->n - 1];
-    int token = llamac_sample(c->sequence, &(llamac_sampler){0}, NULL);
-    if (token < 0 || llamac_ends(model, token) || !c->left--) return false;
-    size_t size = llamac_decode(model, previous, token, text, sizeof text);
-    c->tokens[0] = token, c->n = 1, c->done = 0;
-    // A client that reads too slowly is dropped, so that the others do not wait for it
-    return (!size || send(c->socket, text, size, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)size)
+// Sends a client the next token. Returns false at the end of its text, or if it reads too slowly.
+static bool advance(Client *c, const llamac_engine *engine) {
+    const char *bytes;
+    size_t n;
+    c->token = llamac_sample(c->sequence, &(llamac_sampler){0}, NULL);
+    if (c->token < 0 || llamac_text_add(c->text, c->token, &bytes, &n, NULL) != LLAMAC_MORE)
+        return false;
+    return send(fileno(c->stream), bytes, n, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)n
            && llamac_sequence_length(c->sequence) < llamac_positions(engine);
 }
 
-// Forgets client i, which the last one replaces. Returns the number of clients that remain.
-static int drop(Client *clients, int i, int n) {
-    close(clients[i].socket);
-    llamac_sequence_free(clients[i].sequence);
-    llamac_free(clients[i].tokens);
-    clients[i] = clients[n - 1];
-    return n - 1;
+// Reads a prompt, the body of a request, and begins the answer. Returns false if it is refused, or
+// if nothing arrives for a second: the other clients wait meanwhile.
+static bool begin(Client *c, const llamac_model *model, llamac_engine *engine) {
+    char body[1 << 14];
+    int size = 0, n;
+    struct timeval limit = {.tv_sec = 1};
+    setsockopt(fileno(c->stream), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    while (fgets(body, sizeof body, c->stream) && strcmp(body, "\r\n"))
+        if (!strncasecmp(body, "Content-Length:", 15)) size = atoi(body + 15);
+    if (size < 1 || size > (int)sizeof body || !fread(body, size, 1, c->stream)) return false;
+    int *tokens = llamac_encode(model, body, size, llamac_describe(model).add_bos, &n, NULL);
+    c->sequence = llamac_sequence_new(engine, NULL);
+    if (n > 0) c->text = llamac_text_new(model, tokens[n - 1], NULL, 0, LLAMAC_TEXT_RAW, NULL);
+    bool ok = c->text && llamac_forward(c->sequence, tokens, n, 0, NULL);
+    llamac_free(tokens);
+    return ok && send(fileno(c->stream), OK, sizeof OK - 1, MSG_NOSIGNAL) > 0 && advance(c, engine);
+}
+
+static void end(Client *c) {
+    fclose(c->stream);
+    llamac_sequence_free(c->sequence);
+    llamac_text_free(c->text);
 }
 
 int main(int argc, char **argv) {
-    static Client clients[MAX_CLIENTS];
+    Client clients[MAX_CLIENTS];
+    llamac_batch_token batch[MAX_CLIENTS];
     llamac_error error = {""};
     llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
     llamac_engine *engine = model ? llamac_start(model, NULL, &error) : NULL;
@@ -72,29 +67,25 @@ int main(int argc, char **argv) {
     if (bind(listener, (struct sockaddr *)&address, sizeof address) || listen(listener, 64))
         return perror("server"), 1;
     for (int n = 0;;) { // n: clients
-        struct pollfd polled[MAX_CLIENTS + 1] = {{listener, n < MAX_CLIENTS ? POLLIN : 0, 0}};
-        llamac_batch_token batch[MAX_CLIENTS * CHUNK];
-        int busy = 0, size = 0; // clients that have a sequence, and tokens of the batch
+        struct pollfd waiting = {listener, POLLIN, 0};
+        FILE *stream = NULL;
+        if (n < MAX_CLIENTS && poll(&waiting, 1, n ? 0 : -1) > 0)
+            stream = fdopen(accept(listener, NULL, NULL), "r");
+        if (stream) {
+            clients[n] = (Client){.stream = stream};
+            if (begin(&clients[n], model, engine)) n++;
+            else end(&clients[n]);
+        }
         for (int i = 0; i < n; i++) {
-            polled[i + 1] = (struct pollfd){clients[i].socket, POLLIN, 0};
-            busy += clients[i].sequence != NULL;
+            llamac_sequence *s = clients[i].sequence;
+            batch[i] = (llamac_batch_token){s, clients[i].token, llamac_sequence_length(s), true};
         }
-        if (poll(polled, n + 1, busy ? 0 : -1) < 0) return perror("server"), 1;
-        for (int i = n - 1; i >= 0; i--)
-            if (polled[i + 1].revents && !receive(&clients[i], model, engine))
-                n = drop(clients, i, n);
-        if (polled[0].revents) clients[n++] = (Client){.socket = accept(listener, NULL, NULL)};
-        for (Client *c = clients; c < clients + n; c++) {
-            int position = llamac_sequence_length(c->sequence); // 0 if there is none
-            for (int k = 0; c->sequence && k < CHUNK && c->done < c->n; k++, c->done++, size++)
-                batch[size] = (llamac_batch_token){c->sequence, c->tokens[c->done], position + k,
-                                                   c->done == c->n - 1};
-        }
-        if (size && !llamac_evaluate(engine, batch, size, &error))
+        if (n && !llamac_evaluate(engine, batch, n, &error))
             return fprintf(stderr, "server: %s\n", error.text), 1;
-        for (int i = n - 1; i >= 0; i--)
-            if (clients[i].sequence && clients[i].done == clients[i].n
-                && !advance(&clients[i], model, engine))
-                n = drop(clients, i, n);
+        for (int i = n - 1; i >= 0; i--) {
+            if (advance(&clients[i], engine)) continue;
+            end(&clients[i]);
+            clients[i] = clients[--n]; // the last one takes its place
+        }
     }
 }

@@ -24,9 +24,11 @@ import contextlib
 import ctypes
 import functools
 import operator
+import signal
 import threading
 import weakref
-from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import (CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64,
+                    c_void_p)
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,10 +48,14 @@ class OutOfMemory(Error):
     """The library could not allocate memory. The call can be repeated when some has been freed."""
 
 
+PROGRESS = CFUNCTYPE(c_bool, c_void_p, c_float)  # types of the callbacks in llamac_options
+ABORT = CFUNCTYPE(c_bool, c_void_p)
+
+
 class Options(ctypes.Structure):
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
-                ("progress", c_void_p), ("abort", c_void_p), ("data", c_void_p), ("isa", c_char_p)]
+                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p)]
 
 
 class Sampler(ctypes.Structure):
@@ -82,6 +88,9 @@ class Info(ctypes.Structure):
 # llamac_batch_token: with a pointer to the sequence, and padded as in C.
 BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position", np.int32),
                         ("logits", np.bool_)], align=True)
+
+TEXTS = (str, list, tuple, np.ndarray)  # types of a text or of its tokens, for Engine.embed
+POOLINGS = ("mean", "last")  # as LLAMAC_MEAN, LLAMAC_LAST
 
 MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
@@ -116,6 +125,7 @@ FUNCTIONS = {
     "evaluate_sized": (c_bool, ENGINE, c_void_p, c_int, c_size_t, ERROR),
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
+    "embed": (c_bool, ENGINE, TOKENS, c_int, c_int, c_void_p, ERROR),
     "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
     "sample_at_sized": (c_int, ENGINE, c_int, POINTER(Sampler), c_size_t, ERROR),
     "sample_batch_sized": (c_bool, c_void_p, c_void_p, c_int, c_void_p, c_size_t, ERROR),
@@ -286,6 +296,67 @@ class Model:
         return library().llamac_ends(self.pointer, c_integer("a token", token))
 
 
+class Callbacks:
+    """
+    The functions `progress` and `abort` of an engine, None if they are not given.
+
+    Exceptions do not pass through C. So the callbacks only make the library stop, and raising()
+    raises the exception when the library has returned. Ctrl-C is held back until then, because
+    Python would raise it at the beginning of a callback, where nothing can catch it.
+    """
+
+    def __init__(self, progress, abort):
+        self.progress, self.abort = progress, abort
+        self.error, self.interrupts = None, []  # interrupts: arguments for the handler of Ctrl-C
+        self.options = {}  # fields of Options
+        if progress or abort:
+            self.options = {"progress": PROGRESS(self.on_progress), "abort": ABORT(self.on_abort)}
+
+    def on_progress(self, data, share):
+        """Return whether to go on."""
+        try:
+            return not self.interrupts and not (self.progress and self.progress(share) is False)
+        except BaseException as e:
+            self.error = e
+            return False
+
+    def on_abort(self, data):
+        """Return whether to stop."""
+        try:
+            return bool(self.interrupts or self.abort and self.abort())
+        except BaseException as e:
+            self.error = e
+            return True
+
+    @contextlib.contextmanager
+    def raising(self):
+        """Call the library in a block. Then handle Ctrl-C and raise the exception of a callback."""
+        if not self.options:
+            yield
+            return
+        handler, failure = signal.getsignal(signal.SIGINT), None
+        # Python handles signals in the main thread alone.
+        holds = threading.current_thread() is threading.main_thread() and callable(handler)
+        if holds:
+            signal.signal(signal.SIGINT, lambda *details: self.interrupts.append(details))
+        try:
+            yield
+        except BaseException as e:
+            failure = e
+        finally:
+            if holds:
+                signal.signal(signal.SIGINT, handler)
+        interrupts, error = self.interrupts, self.error
+        self.interrupts, self.error = [], None
+        try:
+            if interrupts:
+                handler(*interrupts[0])
+            if error or failure:
+                raise error or failure
+        finally:
+            error = failure = None  # the exception refers to this frame: break the cycle
+
+
 class Engine:
     """
     What computes: the threads or the GPU, and the weights in the layout that they need. All
@@ -297,20 +368,32 @@ class Engine:
     sample_only: no logits are read: a GPU then keeps them in its memory.
     device: "cpu", "cuda" or "auto"; None: the default of the build.
     kv_bits: size of a number in the KV cache: 32, 16 or 8; 0: 16 for quantised weights, else 32.
+    isa: the CPU's instruction set to use, for tests; None: the best.
+    progress: a function that is called while the engine starts, with the share that is done, from 0
+    to 1. If it returns False, starting fails.
+    abort: a function that is called from time to time while tokens are evaluated. If it returns a
+    true value, the call fails, and the engine can be used again.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
+
+    An exception of `progress` or `abort` stops the call and is raised by it. With either function,
+    Ctrl-C stops a call too. Neither may use the engine.
     """
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
-                 device=None, kv_bits=0):
+                 device=None, kv_bits=0, isa=None, progress=None, abort=None):
+        self.callbacks = Callbacks(progress, abort)
         options = Options(positions=c_integer("positions", positions),
                           n_threads=c_integer("threads", threads),
                           device=device and device.encode(), no_copy=no_copy,
-                          sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits))
-        pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
+                          sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits),
+                          isa=isa and isa.encode(), **self.callbacks.options)
         self.model, self.lock = model, threading.Lock()
+        self.user = None  # identifier of the thread that holds the lock
         self.dropped = []  # pointers of sequences that were collected but are not freed yet
-        finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
-        finalizer.atexit = False  # as in owned()
+        with self.callbacks.raising():
+            pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
+            finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
+            finalizer.atexit = False  # as in owned()
         self.pointer = pointer
         self.positions = library().llamac_positions(pointer)
         self.threads = library().llamac_threads(pointer)
@@ -319,9 +402,15 @@ class Engine:
     @contextlib.contextmanager
     def using(self):
         """Let other threads wait during a block that calls the library."""
-        with self.lock:
-            free_sequences(self.dropped)
-            yield
+        if self.user == threading.get_ident():
+            raise Error("a callback of the engine uses the engine, whose call has not ended")
+        with self.lock, self.callbacks.raising():
+            self.user = threading.get_ident()
+            try:
+                free_sequences(self.dropped)
+                yield
+            finally:
+                self.user = None
 
     def evaluate(self, parts):
         """
@@ -376,6 +465,28 @@ class Engine:
         with self.using():
             sequence.adopt(self, call("sequence_load", self.pointer, bytes(Path(path))))
         return sequence
+
+    def embed(self, text, pooling="mean"):
+        """
+        Return the embedding of a text, a str or its tokens: (dim,) float32. Of a list of texts,
+        return a list.
+
+        pooling: "mean" of the hidden states of the tokens after the final norm, or that of the
+        "last" token. The embedding is not scaled to unit length. Sequences of the engine, and the
+        logits of its latest call, stay as they are.
+        """
+        if pooling not in POOLINGS:
+            raise Error(f"pooling is {pooling!r}, expected 'mean' or 'last'")
+        if not isinstance(text, TEXTS):
+            raise Error(f"{str(text)[:80]!r} is not a text, its tokens or a list of texts")
+        if len(text) and not isinstance(text, str) and isinstance(text[0], TEXTS):
+            return [self.embed(one, pooling) for one in text]
+        tokens = token_array(self.model.encode(text) if isinstance(text, str) else text)
+        embedding = np.empty(self.model.info.dim, np.float32)
+        with self.using():
+            call("embed", self.pointer, tokens.ctypes.data, tokens.size, POOLINGS.index(pooling),
+                 embedding.ctypes.data)
+        return embedding
 
     def logits(self, i):
         """

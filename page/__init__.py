@@ -12,6 +12,7 @@ The modules of the page, which page.py joins. Each may import the ones above it 
     jobs       the queue of trainings
     scheduler  generates the texts of many clients at once
     talk       answers from models through OpenAI's API
+    embeddings embeddings of texts through OpenAI's API
     inside     computes what happens inside a checkpoint for a text
 
 In the browser, app.js chooses the view. Each view has a file, which draws with dom.js and

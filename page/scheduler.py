@@ -13,6 +13,7 @@ import contextlib
 import threading
 import traceback
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -167,19 +168,35 @@ class Scheduler:
     """Generates the texts of all clients in a thread of its own."""
 
     def __init__(self):
-        self.changed = threading.Condition()  # for the two queues
+        self.changed = threading.Condition()  # for the queues
         self.waiting, self.running = deque(), []
         self.memory_is_short = False  # no text begins until another one has ended
+        self.calls = deque()  # [(Future, function)] of call()
         self.thread = None
 
     def submit(self, tasks):
         """Generate texts, as soon as it is their turn."""
         with self.changed:
             self.waiting.extend(tasks)
-            if not self.thread:
-                self.thread = threading.Thread(target=self.work, daemon=True)
-                self.thread.start()
-            self.changed.notify()
+            self.wake()
+
+    def wake(self):
+        """Let the thread look into the queues. The caller holds self.changed."""
+        if not self.thread:
+            self.thread = threading.Thread(target=self.work, daemon=True)
+            self.thread.start()
+        self.changed.notify()
+
+    def call(self, function):
+        """
+        Return what a function returns that uses an engine. It is called between two batches, in the
+        thread that owns the engines. Raises what the function raises.
+        """
+        future = Future()
+        with self.changed:
+            self.calls.append((future, function))
+            self.wake()
+        return future.result()
 
     def cancel(self, tasks):
         """End texts whose client has left. Their sequences are freed before the next batch."""
@@ -191,7 +208,7 @@ class Scheduler:
     def work(self):
         while True:
             with self.changed:
-                while not (self.waiting or self.running):
+                while not (self.waiting or self.running or self.calls):
                     self.changed.wait()
             try:
                 self.step()
@@ -201,7 +218,10 @@ class Scheduler:
                     self.end(task, llamac.Error(f"{type(e).__name__}: {e}"))
 
     def step(self):
-        """Drop the texts of clients that have left, begin others, evaluate a batch per engine."""
+        """
+        Drop the texts of clients that have left, begin others, evaluate a batch per engine, and
+        answer one call.
+        """
         for task in [task for task in self.running if task.cancelled]:
             self.end(task, llamac.Error("the client has left"))
         if self.waiting:
@@ -209,9 +229,15 @@ class Scheduler:
         ready = [task for task in self.running if not task.inbox.is_full()]
         for cache in {id(task.cache): task.cache for task in ready}.values():
             self.evaluate(cache.engine, [task for task in ready if task.cache is cache])
-        if not ready:
-            with self.changed:
+        with self.changed:
+            future, function = self.calls.popleft() if self.calls else (None, None)
+            if not ready and not future:
                 self.changed.wait(0.01)  # until clients have taken some events
+        if future:
+            try:
+                future.set_result(function())
+            except Exception as e:
+                future.set_exception(e)
 
     def begin(self):
         """Move texts from the queue to those that run, as long as there is room."""

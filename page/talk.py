@@ -198,12 +198,12 @@ def valid_text(text):
     return text.encode("utf-8", "replace").decode()
 
 
-def prompt_tokens(model, body):
+def prompt_tokens(model, body, name="prompt"):
     """
     Return the tokens of each prompt: of a text, a list of tokens, or a list of several of one kind.
-    Raises ApiError.
+    Raises ApiError. name: of the field that has the prompts.
     """
-    prompt, size = body.get("prompt"), model.info.vocab_size
+    prompt, size = body.get(name), model.info.vocab_size
 
     def is_tokens(value):
         return isinstance(value, list) and len(value) > 0 and all(
@@ -217,9 +217,9 @@ def prompt_tokens(model, body):
                     for text in prompts]
         if all(map(is_tokens, prompts)):
             return prompts
-    message = (f"prompt: expected a text, a list of tokens, each from 0 to {size - 1}, or a list "
+    message = (f"{name}: expected a text, a list of tokens, each from 0 to {size - 1}, or a list "
                "of texts or of lists of tokens")
-    raise ApiError(message, "prompt")
+    raise ApiError(message, name)
 
 
 def message_text(message):

@@ -159,6 +159,9 @@ typedef struct {
     // (n_wanted, vocab_size) in host memory: where the logits go. NULL if n_wanted is 1 at most and
     // the backend has `choose`: they stay in its memory
     float *logits;
+    // (n_wanted, dim) in host memory: where the hidden states of the wanted tokens go, which are
+    // then computed instead of their logits; else NULL
+    float *hidden_states;
 } Batch;
 
 // The operations (ops) of a transformer. Each one fuses several steps where that is faster. embed
@@ -221,6 +224,8 @@ struct Backend {
     // the backend's memory
     void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                    int T);
+    // out (T, dim), in host memory, = norm(x) of x (T, dim)
+    void (*hidden_states)(Backend *, float *out, const Mat *norm, const float *x, int T);
     // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
     // the first of equals; else like sampler.c with `coin` in [0, 1). Returns -1 if a logit is not
     // finite. The backend of the CPU has NULL

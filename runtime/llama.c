@@ -76,7 +76,8 @@ static void compute(const llamac_engine *engine, const Batch *batch) {
     int n = batch->n_wanted;
     if (n == 0) return;
     if (n < T) b->gather(b, engine->x, batch->wanted, n);
-    b->logits(b, batch->logits, &w->norm, &w->output, engine->x, n);
+    if (batch->hidden_states) b->hidden_states(b, batch->hidden_states, &w->norm, engine->x, n);
+    else b->logits(b, batch->logits, &w->norm, &w->output, engine->x, n);
 }
 
 static void forward(llamac_engine *engine, const Batch *batch) {
@@ -371,6 +372,89 @@ bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Erro
     for (int j = 0; j < n; j++) sum += exp(logits[j] - max);
     *nll = log(sum) + max - logits[token];
     return true;
+}
+
+// ----------------------------------------------------------------------------
+// Embeddings
+
+// Memory of a call of llamac_embed.
+typedef struct {
+    int *wanted;   // (T,) 0, 1, ...
+    float *states; // (T, dim) of the wanted tokens of a pass; T: max tokens of a pass
+    double *sums;  // (dim,) of the states of all tokens
+} EmbedMemory;
+
+// Evaluates n tokens in an empty cache, one pass after the other. Adds their hidden states to `sums`,
+// in the order of the tokens; if `pooling` is LLAMAC_LAST, only that of the last token. Does not
+// touch what the engine keeps of its last call, such as the logits.
+static bool sum_hidden_states(llamac_engine *engine, Cache *cache, const int *tokens, int n,
+                              int pooling, const EmbedMemory *memory, Error *e) {
+    Backend *b = engine->backend;
+    int dim = engine->model.config.dim;
+    for (int pos = 0, T; pos < n; pos += T) {
+        CHECK(!engine->abort || !engine->abort(engine->data), "aborted by the program");
+        T = n - pos < engine->chunk ? n - pos : engine->chunk;
+        Run run = {cache, 0, T, pos};
+        Batch pass = {.tokens = tokens + pos,
+                      .T = T,
+                      .runs = &run,
+                      .n_runs = 1,
+                      .wanted = memory->wanted,
+                      .n_wanted = T,
+                      .hidden_states = memory->states};
+        if (pooling == LLAMAC_LAST) {
+            memory->wanted[0] = T - 1;
+            pass.n_wanted = pos + T == n; // none in earlier passes
+        }
+        CHECK(b->reserve(b, cache, pos, T), "not enough memory for a text of %d tokens", n);
+        forward(engine, &pass);
+        const char *failure = b->failure ? b->failure(b) : NULL;
+        CHECK(!failure, "%s", failure);
+        for (int t = 0; t < pass.n_wanted; t++)
+            for (int i = 0; i < dim; i++) memory->sums[i] += memory->states[(size_t)t * dim + i];
+    }
+    return true;
+}
+
+static bool check_text(const llamac_engine *engine, const int *tokens, int n, Error *e) {
+    int vocab_size = engine->model.config.vocab_size;
+    CHECK(n >= 1 && n <= engine->positions, "a text of %d tokens, expected 1 to %d", n,
+          engine->positions);
+    CHECK(tokens, "%d tokens at NULL, expected an array", n);
+    for (int i = 0; i < n; i++)
+        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, outside_vocabulary, tokens[i], vocab_size);
+    return true;
+}
+
+bool llamac_embed(llamac_engine *engine, const int *tokens, int n, int pooling, float *embedding,
+                  Error *e) {
+    clear(e);
+    CHECK(engine, no_engine);
+    CHECK(embedding, "the place for the embedding is NULL");
+    CHECK(pooling == LLAMAC_MEAN || pooling == LLAMAC_LAST,
+          "pooling is %d, expected LLAMAC_MEAN or LLAMAC_LAST", pooling);
+    if (!check_text(engine, tokens, n, e)) return false;
+    Backend *b = engine->backend;
+    int dim = engine->model.config.dim, T = n < engine->chunk ? n : engine->chunk;
+    EmbedMemory memory = {resize(NULL, T, sizeof(int)),
+                          resize(NULL, (size_t)T * dim, sizeof(float)),
+                          calloc(dim, sizeof(double))};
+    Cache *cache = b->new_cache(b);
+    bool ok = memory.wanted && memory.states && memory.sums && cache;
+    if (!ok) fail(e, no_memory);
+    for (int t = 0; ok && t < T; t++) memory.wanted[t] = t;
+    ok = ok && sum_hidden_states(engine, cache, tokens, n, pooling, &memory, e);
+    int divisor = pooling == LLAMAC_MEAN ? n : 1;
+    for (int i = 0; ok && i < dim; i++) {
+        embedding[i] = (float)(memory.sums[i] / divisor);
+        ok = isfinite(embedding[i])
+             || fail(e, "the hidden states are not finite; the weights of the model are broken");
+    }
+    if (cache) b->free_cache(b, cache);
+    free(memory.wanted);
+    free(memory.states);
+    free(memory.sums);
+    return ok;
 }
 
 // ----------------------------------------------------------------------------

@@ -405,6 +405,21 @@ LLAMAC_API const uint8_t *llamac_grammar_allowed(llamac_grammar *, int left);
 LLAMAC_API bool llamac_grammar_complete(const llamac_grammar *);
 
 // ----------------------------------------------------------------------------
+// Embeddings
+
+// What is made of the hidden states of a text's tokens: their mean, or the state of the last token.
+enum { LLAMAC_MEAN, LLAMAC_LAST };
+
+// Computes the embedding of a text of n tokens, up to llamac_positions: `embedding` (dim,) is made
+// of the hidden states of its tokens, the residual stream after the final RMSNorm. It is not scaled
+// to unit length. A hidden state depends only on the tokens up to its own: on the CPU, it is the
+// same to the last bit whatever follows. The sequences of the engine and the logits of its last
+// call stay as they are. Fails if a number is not finite. After a failure, `embedding` is
+// undefined.
+LLAMAC_API bool llamac_embed(llamac_engine *, const int *tokens, int n, int pooling,
+                             float *embedding, llamac_error *);
+
+// ----------------------------------------------------------------------------
 // Speed
 
 // Returns the number of CPU threads that compute.

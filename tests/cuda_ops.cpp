@@ -210,7 +210,7 @@ struct OneRun {
     OneRun(Cache *cache, const int *tokens, int T, int pos, float *logits) : all(T) {
         for (int i = 0; i < T; i++) all[i] = i;
         run = {cache, 0, T, pos};
-        batch = {tokens, T, &run, 1, all.data(), T, logits};
+        batch = {tokens, T, &run, 1, all.data(), T, logits, NULL};
     }
 };
 
@@ -233,7 +233,8 @@ static void call_ops(Backend *b, const Model &m, float *x, float *y, const Batch
         b->feed_forward(b, &layer, x, T);
     }
     if (n > 0 && n < T) b->gather(b, x, batch.wanted, n);
-    if (n > 0) b->logits(b, batch.logits, &w.norm, &w.output, x, n);
+    if (n > 0 && batch.hidden_states) b->hidden_states(b, batch.hidden_states, &w.norm, x, n);
+    else if (n > 0) b->logits(b, batch.logits, &w.norm, &w.output, x, n);
 }
 
 // Returns one or more of the rows 0 to n - 1, ascending.
@@ -329,6 +330,12 @@ static void compare_ops(Pair &p, const Both &both, int T, int pos) {
     g->logits(g, found, &gw.norm, &gw.output, x.on_gpu, T);
     cpu.logits(expected.data(), &cw.norm, &cw.output, x.on_cpu, T);
     report("logits", Array::compare(found, expected.data(), n), product);
+    std::vector<float> states(T * (size_t)cf.dim), expected_states(states.size());
+    g->hidden_states(g, states.data(), &gw.norm, x.on_gpu, T);
+    for (int t = 0; t < T; t += Cpu::MAX_T)
+        c->hidden_states(c, expected_states.data() + (size_t)t * cf.dim, &cw.norm,
+                         x.on_cpu + (size_t)t * cf.dim, std::min(T - t, (int)Cpu::MAX_T));
+    report("hidden states", Array::compare(states.data(), expected_states.data(), states.size()), 1e-5);
     if (T > 1) return;
     g->logits(g, NULL, &gw.norm, &gw.output, x.on_gpu, 1);
     int best = g->choose(g, 0, 0, 0), largest = 0;
@@ -426,16 +433,17 @@ static void compare_tokens(Pair &p, const Both &both, int pos, int n) {
 
 // Compares three passes of T tokens with the CPU's. The GPU computes them op by op, by a recording
 // and by the same again. They differ in the tokens, in those whose logits are wanted, and in the
-// memory for the logits.
+// memory for the logits. Then compares three passes that compute hidden states instead.
 static void compare_passes(Pair &p, const Both &both, int T, int pos) {
     Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
     Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
     bool in_float = p.model[0].weights.layers[0].wk.type == F32;
     std::vector<int> tokens(T), wanted = random_rows(T);
-    size_t n = wanted.size() * cf.vocab_size;
     printf(" pass=%d/%d@%d", (int)wanted.size(), T, pos);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 6; i++) {
+        bool states = i >= 3;
+        size_t n = wanted.size() * (states ? cf.dim : cf.vocab_size);
         std::vector<float> rows(n), expected(n);
         for (int &token : tokens) token = random_below(cf.vocab_size);
         for (size_t j = 0; i && j < wanted.size(); j++) // one token later, where there is room
@@ -444,9 +452,11 @@ static void compare_passes(Pair &p, const Both &both, int T, int pos) {
         OneRun on_cpu(both.on_cpu, tokens.data(), T, pos, expected.data());
         for (Batch *batch : {&on_gpu.batch, &on_cpu.batch})
             batch->wanted = wanted.data(), batch->n_wanted = (int)wanted.size();
+        for (Batch *batch : {&on_gpu.batch, &on_cpu.batch})
+            if (states) batch->hidden_states = batch->logits, batch->logits = NULL;
         forward(g, p.model[0], x.on_gpu, y.on_gpu, on_gpu.batch);
         forward(c, p.model[1], x.on_cpu, y.on_cpu, on_cpu.batch);
-        report("pass", Array::compare(rows.data(), expected.data(), n), in_float ? 1e-4 : 1e-2);
+        report(states ? "hidden states" : "pass", Array::compare(rows.data(), expected.data(), n), in_float ? 1e-4 : 1e-2);
     }
 }
 

@@ -5,6 +5,7 @@
 //   copies    a copy of a sequence continues like the sequence, and neither changes the other
 //   saved     a sequence that is saved and loaded continues like the sequence, on the CPU nearly so
 //   logits    the same logits as the CPU's, in memory that moves between two calls
+//   embed     nearly the same embeddings as the CPU's; the logits of the last call stay
 //   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
 //             recordings (emulated)
 //   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
@@ -225,6 +226,35 @@ static void logits(llamac_model *model) {
     for (int i = 0; i < 2; i++) llamac_sequence_free(s[i]), llamac_stop(engines[i]);
 }
 
+static std::vector<float> embed(llamac_engine *engine, const Tokens &tokens, int pooling, int dim) {
+    std::vector<float> embedding(dim);
+    EXPECT(llamac_embed(engine, tokens.data(), (int)tokens.size(), pooling, embedding.data(), &error));
+    return embedding;
+}
+
+static void embeddings(llamac_model *model) {
+    llamac_engine *engines[3] = {start(model, "cuda", false), start(model, "cuda", true), start(model, "cpu", false)};
+    EXPECT(engines[0] && engines[1] && engines[2]);
+    int dim = llamac_describe(model).dim;
+    llamac_sequence *s = llamac_sequence_new(engines[1], &error);
+    EXPECT(s);
+    int next = extend(s, prompt(1, 5)), seed = 7 + 5; // of extend
+    for (int n : {1, 2, 150, 1, 2, 1, 1}) // by ops, recorded, replayed if a sequence has as many passes
+        for (int pooling : {LLAMAC_MEAN, LLAMAC_LAST}) {
+            std::vector<float> expected = embed(engines[2], prompt(n, n), pooling, dim);
+            for (int i = 0; i < 2; i++) {
+                std::vector<float> found = embed(engines[i], prompt(n, n), pooling, dim);
+                for (int j = 0; j < dim; j++)
+                    EXPECT(fabsf(found[j] - expected[j]) <= 1e-3f * (1 + fabsf(expected[j])));
+            }
+            llamac_sampler sampler = {};
+            sampler.temperature = sampler.topp = 0.9f, sampler.state = seed;
+            EXPECT(llamac_sample(s, &sampler, &error) == next);
+        }
+    llamac_sequence_free(s);
+    for (llamac_engine *engine : engines) llamac_stop(engine);
+}
+
 #ifdef CUDA_ON_CPU
 static void shapes(llamac_model *model) {
     llamac_engine *engine = start(model, "cuda", false);
@@ -260,6 +290,8 @@ static bool use(llamac_engine *engine, llamac_sequence *s) {
     llamac_sequence *loaded = ok ? save_and_load(s, engine) : NULL;
     ok = loaded && extend(loaded, {6}) >= 0;
     llamac_sequence_free(loaded);
+    std::vector<float> embedding(1024);
+    ok = ok && llamac_embed(engine, prompt(1, 3).data(), 3, LLAMAC_MEAN, embedding.data(), &error);
     return ok && llamac_bandwidth(engine) > 0;
 }
 
@@ -312,6 +344,7 @@ int main(int argc, char **argv) {
     else if (name == "copies") copies(model);
     else if (name == "saved") saved(model);
     else if (name == "logits") logits(model);
+    else if (name == "embed") embeddings(model);
     else if (name == "shapes") shapes(model);
     else failures(model);
     llamac_close(model);

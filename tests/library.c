@@ -77,6 +77,9 @@ static int often(const char *path, int times) {
         if (s && !llamac_forward(s, tokens, 2, 0, &error)) give_up(&error);
         if (s && !(copy = llamac_sequence_copy(s, i % 3, &error))) give_up(&error);
         if (copy && !llamac_forward(copy, tokens, 1, i % 3, &error)) give_up(&error);
+        float *embedding = malloc(llamac_describe(m).dim * sizeof *embedding);
+        if (engine && !llamac_embed(engine, tokens, 2 + i % 3, i % 2, embedding, &error)) give_up(&error);
+        free(embedding);
         llamac_free(tokens);
         llamac_sequence_free(s), llamac_sequence_free(copy);
         llamac_stop(engine);
@@ -190,6 +193,14 @@ static int wrong(const char *path) {
     REFUSED(llamac_sample(s, NULL, &e) >= 0);
     REFUSED(llamac_nll(NULL, 0, 0, &nll, &e));
     REFUSED(llamac_nll(engine, 0, 0, NULL, &e));
+    float embedding[1024];
+    REFUSED(llamac_embed(NULL, &token, 1, LLAMAC_MEAN, embedding, &e));
+    REFUSED(llamac_embed(engine, NULL, 1, LLAMAC_MEAN, embedding, &e));
+    REFUSED(llamac_embed(engine, &token, 1, LLAMAC_MEAN, NULL, &e));
+    REFUSED(llamac_embed(engine, &token, 0, LLAMAC_MEAN, embedding, &e));
+    REFUSED(llamac_embed(engine, &token, llamac_positions(engine) + 1, LLAMAC_MEAN, embedding, &e));
+    REFUSED(llamac_embed(engine, &beyond, 1, LLAMAC_LAST, embedding, &e));
+    REFUSED(llamac_embed(engine, &token, 1, 2, embedding, &e));
     if (llamac_sequence_length(s) != 1) return fprintf(stderr, "a mistake changed the sequence\n"), 1;
     if (!llamac_forward(s, &token, 1, 0, &e)) give_up(&e);
     REFUSED(llamac_nll(engine, 1, 0, &nll, &e));

@@ -128,7 +128,7 @@ typedef struct { Run run; Batch batch; int wanted[POSITIONS]; } OneRun;
 static void fill_batch(OneRun *one, const Machine *a, const int *tokens, int T, int pos) {
     for (int i = 0; i < T; i++) one->wanted[i] = i;
     one->run = (Run){a->cache, 0, T, pos};
-    one->batch = (Batch){tokens, T, &one->run, 1, one->wanted, T, a->logits};
+    one->batch = (Batch){tokens, T, &one->run, 1, one->wanted, T, a->logits, NULL};
 }
 
 static void call(const Machine *a, const Call *c) {

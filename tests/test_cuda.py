@@ -287,10 +287,11 @@ def use_sequences(binary, case, model):
     assert done.stdout == b"fine\n" and done.stderr == b"", done
 
 
-@pytest.mark.parametrize("case", ["turns", "copies", "saved", "logits"])
+@pytest.mark.parametrize("case", ["turns", "copies", "saved", "logits", "embed"])
 @pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
 def test_sequences_of_an_engine(sequences_bin, tmp_path, hidden, case):
-    """By turns they have the texts of each alone; copies continue alike, and so do saved ones; logits are the CPU's, wherever they are written."""
+    """By turns they have the texts of each alone; copies continue alike, and so do saved ones; logits are the CPU's, wherever they are written,
+    and embeddings nearly so."""
     Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=320, tied=False, seed=3).write_gguf(tmp_path / "m.gguf")
     use_sequences(sequences_bin, case, tmp_path / "m.gguf")
 

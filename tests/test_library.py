@@ -38,7 +38,7 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 82 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 89 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "outside the vocabulary" in said[4] and "no such file" in said[9]
     assert "temperature is nan" in said[13] and "temperature is -1" in said[14] and "top-p is nan" in said[15] and "is longer" in said[16]
 
@@ -137,10 +137,10 @@ def test_texts_in_a_batch_are_what_run_writes(libraries, models, run_bin, tmp_pa
         assert done.returncode == 1 and words in done.stderr and done.stdout == ""
 
 
-def post(port, body, path="/completion"):
+def post(port, body, length="content-length: {}"):
     """Return a socket that has sent a request in two pieces."""
     client = socket.create_connection(("127.0.0.1", port), timeout=60)
-    request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    request = f"POST / HTTP/1.1\r\nHost: localhost\r\n{length.format(len(body))}\r\n\r\n{body}".encode()
     client.sendall(request[:20])
     client.sendall(request[20:])
     return client
@@ -174,12 +174,35 @@ def test_a_server_answers_several_clients_at_once(libraries, models, run_bin, tm
             if n % 6 == 0:
                 post(port, "Gone").close()
             if n % 6 == 1:
-                assert not answer(post(port, "A", "/other"))
+                assert not answer(post(port, "A", f"Content-Length: {(0, -1, 1 << 20, 'x')[n // 6]}"))
         for prompt, client in zip(prompts, clients):
             texts.append(prompt.encode() + answer(client))
             assert texts[-1].startswith(run(run_bin, models[0], "-t", 0, "-n", 0, "--raw", "-i", prompt).removesuffix(b"\n"))
         assert sum(map(len, texts)) > 40 * len(texts)
         assert not answer(post(port, "A" * 500)) and process.poll() is None  # longer than the context
+        (opened := socket.create_connection(("127.0.0.1", port), timeout=60)).sendall(b"POST / HTTP/1.1\r\n")
+        assert not answer(opened)  # not complete
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_without_files_for_connections_goes_on(libraries, models, tmp_path):
+    """accept() fails while the limit is reached: no client's place is lost, and the next requests are answered."""
+    server = compile_example(libraries, tmp_path, "server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(["prlimit", "--nofile=8", server, models[0], str(port)])  # 3 and the listener, perhaps the model
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.05)
+        expected = answer(post(port, "One"))
+        for _ in range(3):
+            assert [answer(client) for client in [post(port, "One") for _ in range(20)]] == [expected] * 20
+        assert expected and process.poll() is None
     finally:
         process.kill()
         process.wait()

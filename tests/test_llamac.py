@@ -1,10 +1,13 @@
 """The library in Python: the same texts as ./run, threads, errors, memory."""
 import ctypes
 import gc
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -439,3 +442,74 @@ def test_a_program_may_end_while_a_thread_computes(models, memory):
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", ENDS, llamac.PATHS[0], models[1], memory], cwd=ROOT, capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_callbacks_see_progress_and_stop_calls(models):
+    """An exception reaches the caller as it is; after that, the engine computes what it did before."""
+    model, shares, stop = llamac.Model(models[0]), [], []
+
+    def abort():
+        if stop and isinstance(stop[0], Exception):
+            raise stop[0]
+        return stop
+    engine = llamac.Engine(model, progress=shares.append, abort=abort)
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares) and len(shares) > 5
+    sequence, text = llamac.Sequence(engine), model.encode("Once upon a time")
+    sequence.forward(text, 0)
+    before, embedding = sequence.logits, engine.embed(text)
+    calls = (lambda: sequence.forward(text, 0), lambda: engine.evaluate([llamac.Part(sequence, text, 0)]), lambda: engine.embed(text))
+    for reason, raised, message in ((1, llamac.Error, "aborted by the program"), (ValueError("no"), ValueError, "^no$")):
+        for call in calls:
+            stop[:] = [reason]
+            with pytest.raises(raised, match=message) as caught:
+                call()
+            stop.clear()
+            assert caught.value is reason or raised is llamac.Error
+            sequence.forward(text, 0)
+            assert (sequence.logits == before).all() and (engine.embed(text) == embedding).all()
+
+    def fail(share):
+        assert share < 0.5, "half"
+    for progress, raised, message in ((lambda share: share < 0.5, llamac.Error, "aborted by the program"), (fail, AssertionError, "half")):
+        with pytest.raises(raised, match=message):
+            llamac.Engine(model, progress=progress)
+    used = llamac.Engine(model, abort=lambda: llamac.Sequence(used))
+    with pytest.raises(llamac.Error, match="a callback of the engine uses the engine"):
+        llamac.Sequence(used).forward(text, 0)
+    with pytest.raises(TypeError, match="callable"):  # of the function itself
+        llamac.Sequence(llamac.Engine(model, abort=5)).forward(text, 0)
+
+
+def test_ctrl_c_stops_a_call_whenever_it_comes(tmp_path, library, monkeypatch):
+    """None is lost in a callback, where Python could only print it; another handler than Python's is called once."""
+    lost, told = [], []
+    monkeypatch.setattr(sys, "unraisablehook", lambda details: lost.append(details.exc_value))
+    Model(seq=1024).write_gguf(tmp_path / "m.gguf")
+    engine = llamac.Engine(llamac.Model(tmp_path / "m.gguf"), abort=lambda: False)
+    sequence, tokens = llamac.Sequence(engine), [5] * 1024
+    sequence.forward(tokens, 0)
+    before = sequence.logits
+
+    def compute(seconds=60):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sequence.forward(tokens, 0)
+    for n in range(30):
+        timer = threading.Timer(0.02 + 0.001 * n, os.kill, [os.getpid(), signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            compute()
+        assert not lost
+    sequence.forward(tokens, 0)
+    assert (sequence.logits == before).all()
+    interrupted = llamac.Engine(engine.model, abort=lambda: os.kill(os.getpid(), signal.SIGINT))
+    handler = signal.signal(signal.SIGINT, lambda *details: told.append(details[0]))
+    try:
+        with pytest.raises(llamac.Error, match="aborted by the program"):
+            llamac.Sequence(interrupted).forward(tokens, 0)
+        assert told == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt):
+        llamac.Engine(engine.model, progress=lambda share: os.kill(os.getpid(), signal.SIGINT))
+    assert not lost

@@ -68,8 +68,29 @@ static void gather(Backend *b, float *x, const int *rows, int n) {
     llamac_add_step(cpu, gather_rows, &args, sizeof args, 1, (int64_t)n * cpu->config.dim);
 }
 
+typedef struct {
+    float *out;        // (T, dim)
+    const float *x;    // (T, dim)
+    const float *norm; // (dim,)
+} NormArgs;
+
+// A Task. Items are tokens.
+static void normalize_tokens(Worker *self, const void *args, int begin, int end) {
+    const NormArgs *a = args;
+    int dim = self->cpu->config.dim;
+    for (size_t t = begin; t < (size_t)end; t++)
+        normalize(self->cpu, a->out + t * dim, a->x + t * dim, a->norm, dim);
+}
+
+static void hidden_states(Backend *b, float *out, const Mat *norm, const float *x, int T) {
+    Cpu *cpu = (Cpu *)b;
+    NormArgs args = {out, x, norm->data};
+    llamac_add_step(cpu, normalize_tokens, &args, sizeof args, T, 2 * cpu->config.dim);
+}
+
 // Returns whether the ops must be called (backend.h). The steps of one token are the same for every
-// token, except for the token, its position and its sequence, so they are recorded and reused.
+// token, except for the token, its position and its sequence, so they are recorded and reused. Those
+// of a pass that computes hidden states are not, because such passes are rare.
 // Every 64th position records them anew, because the cost of attention grows with the position, and
 // the pool uses the costs to decide whether steps are worth sharing.
 static bool begin(Backend *b, const Batch *batch) {
@@ -79,11 +100,12 @@ static bool begin(Backend *b, const Batch *batch) {
     llamac_plan_attention(cpu, batch);
     float *logits = batch->n_wanted ? batch->logits : NULL;
     bool same = n_items == cpu->n_items && split == cpu->split && logits == cpu->logits;
-    if (batch->T == 1 && cpu->recorded && same && batch->runs->pos % 64) {
+    bool recordable = batch->T == 1 && !batch->hidden_states;
+    if (recordable && cpu->recorded && same && batch->runs->pos % 64) {
         embed(b, cpu->embedded, cpu->table, batch->tokens, 1);
         return false;
     }
-    cpu->pool.n_steps = 0, cpu->collecting = true, cpu->recorded = batch->T == 1;
+    cpu->pool.n_steps = 0, cpu->collecting = true, cpu->recorded = recordable;
     cpu->logits = logits;
     return true;
 }
@@ -315,6 +337,7 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
                          .feed_forward = llamac_cpu_feed_forward,
                          .gather = gather,
                          .logits = llamac_cpu_logits,
+                         .hidden_states = hidden_states,
                          .bandwidth = bandwidth,
                          .close = cpu_close};
     cpu->config = *c, cpu->model = model, cpu->kernels = o->kernels;

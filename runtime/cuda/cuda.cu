@@ -232,7 +232,8 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     b->kv_bits = c->float_cache ? 32 : 16;
     b->embed = embed, b->attention = attention, b->add_product = add_product;
     b->feed_forward = feed_forward, b->gather = gather, b->logits = logits, b->choose = choose;
-    b->bandwidth = bandwidth, b->failure = failure, b->close = cuda_close;
+    b->hidden_states = hidden_states, b->bandwidth = bandwidth, b->failure = failure;
+    b->close = cuda_close;
     *backend = b;
     return NULL;
 }

@@ -7,7 +7,8 @@
 #include "launch_token.cuh"
 
 static bool is_same(const PassShape &a, const PassShape &b) {
-    return a.cache == b.cache && a.T == b.T && a.n_wanted == b.n_wanted && a.on_host == b.on_host;
+    return a.cache == b.cache && a.T == b.T && a.n_wanted == b.n_wanted && a.on_host == b.on_host
+           && a.hidden_states == b.hidden_states;
 }
 
 // Returns the recording of a shape. If there is none, makes an unused recording, or the one that
@@ -40,12 +41,13 @@ static bool begin(Backend *b, const Batch *batch) {
     c->in_pass = true, c->batch = *batch, c->recording = NULL;
     if (has_failed(c)) return false;
     // whole_token would replace the logits of an earlier pass, so it is not used if none are wanted
-    if (T == 1 && n_wanted == 1 && has_whole_token(c)) {
+    if (T == 1 && n_wanted == 1 && !batch->hidden_states && has_whole_token(c)) {
         CUDA(c, try_launch_token(c, run->cache, batch->tokens[0], run->pos));
         return false;
     }
     fill_input(c, batch);
-    PassShape shape = {run->cache, T, n_wanted, batch->logits != NULL};
+    PassShape shape = {run->cache, T, n_wanted, batch->logits != NULL,
+                       batch->hidden_states != NULL};
     if (c->can_record) c->recording = find_recording(c, shape);
     if (c->recording && c->recording->exec) return false;
     if (c->recording) CUDA(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
@@ -63,13 +65,15 @@ static void finish_recording(Cuda *c, Recording *r) {
     if (graph) (void)cudaGraphDestroy(graph);
 }
 
-// Launches the recording if there is one, copies the logits to the host, and waits for the results.
+// Launches the recording if there is one, copies its results to the host, and waits for them.
 static void end(Backend *b) {
     Cuda *c = (Cuda *)b;
     Recording *r = c->recording;
     if (r && !r->exec) finish_recording(c, r);
     if (r) CUDA(c, cudaGraphLaunch(r->exec, c->stream));
-    if (c->batch.logits && c->batch.n_wanted) copy_logits(c, c->batch.logits, c->batch.n_wanted);
+    int n = c->batch.n_wanted;
+    if (n && c->batch.logits) copy_rows(c, c->batch.logits, c->logits, n, c->config.vocab_size);
+    if (n && c->batch.hidden_states) copy_rows(c, c->batch.hidden_states, c->y, n, c->config.dim);
     CUDA(c, cudaStreamSynchronize(c->stream));
     c->in_pass = false, c->half_x_source = NULL, c->recording = NULL;
 }

@@ -140,11 +140,11 @@ static void gather(Backend *b, float *x, const int *rows, int n) {
     c->half_x_source = NULL; // it may be x
 }
 
-// Copies n rows of logits to host memory. The copy is not part of a recording, because the memory
+// Copies n rows of results to host memory. The copy is not part of a recording, because the memory
 // may be another in each pass.
-static void copy_logits(Cuda *c, float *to, int n) {
-    size_t bytes = sizeof(float) * n * c->config.vocab_size;
-    CUDA(c, cudaMemcpyAsync(to, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
+static void copy_rows(Cuda *c, float *to, const float *from, int n, int cols) {
+    size_t bytes = sizeof(float) * n * cols;
+    CUDA(c, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, c->stream));
 }
 
 static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x,
@@ -154,7 +154,14 @@ static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, c
     rmsnorm(c, c->y, x, norm, T);
     matmul(c, &product, 1, c->y, T);
     if (!out) launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
-    else if (!c->in_pass) copy_logits(c, out, T); // at the end of a pass, `end` does it
+    else if (!c->in_pass) copy_rows(c, out, c->logits, T, output->rows); // in a pass, `end` does it
+    finish_op(c);
+}
+
+static void hidden_states(Backend *b, float *out, const Mat *norm, const float *x, int T) {
+    Cuda *c = (Cuda *)b;
+    rmsnorm(c, c->y, x, norm, T);
+    if (!c->in_pass) copy_rows(c, out, c->y, T, norm->cols); // in a pass, `end` does it
     finish_op(c);
 }
 

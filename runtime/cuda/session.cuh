@@ -12,7 +12,8 @@ struct Cache { void *keys, *values; }; // (n_layers, n_kv_heads, positions, widt
 typedef struct {
     const Cache *cache;
     int T, n_wanted;
-    bool on_host; // the logits are copied to the host, else `choose` reads them on the device
+    bool on_host;       // the logits are copied to the host, else `choose` reads them on the device
+    bool hidden_states; // the pass computes hidden states instead of logits
 } PassShape;
 
 // The ops of a pass, recorded as a CUDA graph.
