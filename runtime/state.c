@@ -95,15 +95,20 @@ bool llamac_write_state(const char *path, const StateOwner *o, const Cache *cach
     uint8_t *block = resize(NULL, bytes_of_positions(o, positions_of_block(n, 0)), 1);
     CHECK(block, no_memory);
     bool ok = llamac_create_file(&file, path, magic, MAGIC, e);
-    if (ok)
-        ok = llamac_finish_file(&file, path, write_all(file.stream, o, cache, tokens, n, block, e),
-                                e);
+    if (ok) {
+        ok = write_all(file.stream, o, cache, tokens, n, block, e);
+        ok = llamac_finish_file(&file, ok, e);
+    }
     free(block);
     return ok;
 }
 
 // ----------------------------------------------------------------------------
 // Reading
+
+uint8_t *llamac_read_state(const char *path, size_t *size, Error *e) {
+    return llamac_read_file(path, magic, MAGIC, size, e);
+}
 
 // Checks that the file is whole: what its owner must have is checked afterwards.
 static bool check_whole(const uint8_t *bytes, size_t size, Error *e) {
