@@ -278,8 +278,9 @@ int llamac_draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
                    -1;
     }
     if (llamac_is_greedy(s)) return best;
-    // p = exp((p - max) / temperature)
-    float sum = m->kernels->exponentials(p, p[best], 1 / s->temperature, vocab_size);
+    // p = exp((p - max) * scale). p - max may be -infinity, and times 0 that would be NaN
+    float scale = fmaxf(1 / s->temperature, FLT_MIN);
+    float sum = m->kernels->exponentials(p, p[best], scale, vocab_size);
     for (int i = 0; i < vocab_size; i++) p[i] /= sum;
     // The kernels compute small numbers instead of 0 for the tokens that are left out
     if (changed) filtered |= leave_out(m, s, p, 0);
