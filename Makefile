@@ -14,7 +14,7 @@ SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
-TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state
+TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state batch
 RUNS    := 3000000
 
 .PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
