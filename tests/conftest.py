@@ -133,14 +133,19 @@ def run_debug_bin(tmp_path_factory):
     return compile_once(tmp_path_factory, "debug", *SANITIZE, *PROGRAM)
 
 
-@pytest.fixture(scope="session")
-def faults_bin(tmp_path_factory):
-    """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
-    folder, calling = tmp_path_factory.mktemp("faults"), [source for source in PROGRAM if source not in ISAS]
+def compile_failing(folder, program, sources):
+    """A program of a file and of sources in which each call to the system may be made to fail (fuzz/faults.h)."""
+    calling = [source for source in sources if source not in ISAS]
     objects = [Path(COVERAGE or folder, f"{Path(source).stem}.o") for source in calling]
     for source, done in zip(calling, objects):
         compile_c(folder / done.name, *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
-    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *objects, *ISAS, standard="gnu11")
+    return compile_c(folder / Path(program).stem, *SANITIZE, program, *objects, *ISAS, standard="gnu11")
+
+
+@pytest.fixture(scope="session")
+def faults_bin(tmp_path_factory):
+    """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
+    return compile_failing(tmp_path_factory.mktemp("faults"), FUZZ / "faults.c", PROGRAM)
 
 
 @pytest.fixture(scope="session")
