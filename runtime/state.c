@@ -8,13 +8,14 @@
 //   28   n, the number of tokens, 4 bytes
 //   32   identity of the model, 32 bytes: see llamac_identify
 //   64   the tokens, 4 bytes each
-//        blocks of 64 positions each, the last of the positions that are left. A block has keys
-//        (n_layers, n_kv_heads, positions, head_dim) and values of the same shape; with 8 bits, then
+//        blocks of 64 positions; the last block has those that are left. A block has keys
+//        (n_layers, n_kv_heads, positions, head_dim) and values of the same shape. With 8 bits,
 //        the scales of the keys (n_layers, n_kv_heads, positions), float32, and those of the values
+//        follow
 //   end  SHA-256 of all bytes before it
 //
-// The blocks bound the memory that saving takes. Their size does not depend on the pages of the CPU
-// backend.
+// Saving needs memory for one block only. The size of a block does not depend on that of a page of
+// the CPU's cache.
 #include <errno.h>
 #include "state.h"
 

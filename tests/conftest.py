@@ -157,13 +157,13 @@ def mutate_bin(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def libfuzzer_bin(tmp_path_factory):
-    """The same driven by clang's libFuzzer, which follows branches everywhere but in the kernels of instruction sets: these are
-    the other compiler's, sanitizers and all, as clang 14 takes minutes to optimise them."""
+    """The same driven by clang's libFuzzer, which follows branches everywhere but in runtime/cpu: its files are the other
+    compiler's, sanitizers and all, as clang 14 takes minutes to optimise the kernels."""
     folder = tmp_path_factory.mktemp("libfuzzer")
     followed = ["-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-Qunused-arguments"]
     objects = [folder / f"{Path(source).stem}.o" for source in FUZZED[1:]]
     for source, name in zip(FUZZED[1:], objects):
-        if source in ISAS:
+        if source in LIBRARY:
             compile_c(name, *SANITIZE, "-c", source)
         else:
             compile_c(name, "-O0", *followed, "-c", source, standard="gnu11", compiler="clang")
