@@ -61,6 +61,16 @@ def test_every_call_to_the_system_may_fail_once(models, tmp_path_factory, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_sampling_after_every_token_of_a_batch(program, models):
+    """As after the same tokens alone; and what is refused."""
+    for model in models:
+        said = call(program, "at", model).splitlines()
+        assert all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+        for line, words in zip(said, ("engine is NULL", "sampler is NULL", "no logits of token -1", "no logits of token 18", "no logits of token 0",
+                                      "temperature is -1", "8 bytes", "was freed"), strict=True):
+            assert words in line
+
+
 def test_a_program_compiled_with_fewer_fields(program, models):
     call(program, "older", models[0])
 
