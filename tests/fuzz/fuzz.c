@@ -641,7 +641,8 @@ static void evaluate_batch(BatchTest *t) {
     if (ok) check_logits(t, batch, n);
 }
 
-// Samples with settings that are mostly valid.
+// Samples with settings that are mostly valid, from the logits of a sequence or of a token of the
+// last call.
 static void sample_slot(BatchTest *t, const Slot *slot) {
     static const float odd[] = {
         0,         1,      0.5f,   0.9f,   -1,     100,   NAN,   INFINITY,
@@ -659,23 +660,25 @@ static void sample_slot(BatchTest *t, const Slot *slot) {
     }
     s.topk = choice(t, STATE_VOCAB + 2), s.penalty_tokens = choice(t, 5) - 1;
     s.n_biases = choice(t, MAX_BIASES + 1), s.bias_tokens = bias_tokens, s.biases = biases;
-    for (int i = 0; i < s.n_biases; i++) {
-        bias_tokens[i] = choice(t, STATE_VOCAB);
-        biases[i] = odd[choice(t, N_ODD)];
+    for (int k = 0; k < s.n_biases; k++) {
+        bias_tokens[k] = choice(t, STATE_VOCAB);
+        biases[k] = odd[choice(t, N_ODD)];
     }
     int bits = choice(t, 256);
-    for (int i = 0; i < STATE_VOCAB; i++) mask[i] = bits >> i & 1;
+    for (int k = 0; k < STATE_VOCAB; k++) mask[k] = bits >> k & 1;
     if (bits) s.allowed = mask;
-    const float *logits = llamac_logits(slot->s);
+    int i = choice(t, 24) - 8; // -1 or less: from the logits of the sequence
+    const float *logits = i < 0 ? llamac_logits(slot->s) : llamac_batch_logits(t->engine, i);
     if (logits) memcpy(before, logits, sizeof before);
     llamac_error error;
-    int token = llamac_sample(slot->s, &s, &error);
+    int token = i < 0 ? llamac_sample(slot->s, &s, &error)
+                      : llamac_sample_at(t->engine, i, &s, &error);
     if ((token < 0) != (error.text[0] != 0) || token >= STATE_VOCAB) abort();
     if (logits && memcmp(before, logits, sizeof before)) abort();
     if (token < 0) return;
     if (!logits || (s.allowed && !mask[token])) abort();
-    for (int i = 0; i < s.n_biases; i++)
-        if (bias_tokens[i] == token && isinf(biases[i])) abort();
+    for (int k = 0; k < s.n_biases; k++)
+        if (bias_tokens[k] == token && isinf(biases[k])) abort();
 }
 
 // Saves a sequence and loads it into a slot.
