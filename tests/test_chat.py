@@ -231,12 +231,15 @@ def test_a_template_is_known_or_refused(run_debug_bin, tmp_path):
 
 
 @pytest.mark.parametrize("name,source,repeated", [
-    ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n"), ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n{{x}}"),
-    ("zephyr", "<|user|>\n{{x}}{{eos_token}}<|assistant|>", "<|system|>\n"), ("chatml", "<|im_start|><|im_end|>", "{{'a'}}")])
+    ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n"),
+    ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n{{x}}"),
+    ("chatml", "<|im_start|><|im_end|>", "{{'a'}}"),
+    ("zephyr", "<|user|>\n{{x}}{{eos_token}}<|assistant|>", "<|system|>\n")])
 def test_a_template_of_a_megabyte(library, tmp_path, name, source, repeated):
     """It is recognized in the time that its length takes, whatever stands in it."""
     source += repeated * ((2**20 - len(source)) // len(repeated))
-    write_gguf(tmp_path / "m.gguf", pieces_of(vocabulary("control", True)), True, **{"tokenizer.chat_template": source})
+    pieces = pieces_of(vocabulary("control", True))
+    write_gguf(tmp_path / "m.gguf", pieces, True, **{"tokenizer.chat_template": source})
     model = llamac.Model(tmp_path / "m.gguf")
     begin = time.process_time()
     llamac.call("use_template", model.pointer, None)

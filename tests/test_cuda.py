@@ -314,10 +314,12 @@ def test_sequences_leave_memory_for_kernels(sequences_bin, tmp_path, where):
 
 
 def test_an_infinite_temperature(sequences_bin, tmp_path):
-    """Half of the logits of the prompt's last token are 2.5e38, the others -2.5e38: their difference is no float."""
+    """Half of the logits are 2.5e38, the others -2.5e38: their difference is no float."""
     model = Model(dim=32, hidden=32, layers=1, heads=2, kv=1, seq=320, tied=False)
     with torch.no_grad():
-        x = model.oracle().model(torch.tensor([[34, 41, 48]])).last_hidden_state[0, -1].double().numpy()
-    model.w["output"] = (np.where(np.arange(300) % 2, 2.5e38, -2.5e38)[:, None] * x / (x @ x)).astype(np.float32)
+        prompt = torch.tensor([[34, 41, 48]])
+        x = model.oracle().model(prompt).last_hidden_state[0, -1].double().numpy()
+    logits = np.where(np.arange(300) % 2, 2.5e38, -2.5e38)
+    model.w["output"] = (logits[:, None] * x / (x @ x)).astype(np.float32)
     model.write_gguf(tmp_path / "m.gguf")
     use_sequences(sequences_bin, "hot", tmp_path / "m.gguf")

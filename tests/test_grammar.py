@@ -73,11 +73,13 @@ def no_surrogates(value):
 
 def is_json(text):
     """
-    Return whether bytes are JSON as in RFC 8259, within the grammar's bounds. Python's json is the oracle. Objects become
-    lists of pairs, because a dict forgets the first of two values of a key; integers stay texts, because Python refuses long ones.
+    Return whether bytes are JSON as in RFC 8259, within the grammar's bounds. Python's json is the
+    oracle. Objects become lists of pairs, because a dict forgets the first of two values of a key.
+    Integers stay texts, because Python refuses long ones.
     """
     try:
-        no_surrogates(json.loads(text.decode(), parse_constant=refuse, parse_int=str, object_pairs_hook=list))
+        no_surrogates(json.loads(text.decode(), parse_constant=refuse, parse_int=str,
+                                 object_pairs_hook=list))
     except ValueError:
         return False
     outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b'""', text)

@@ -55,7 +55,7 @@ def test_a_batch_has_the_logits_that_each_sequence_has_alone(program, models):
 
 
 def test_every_call_to_the_system_may_fail_once(models, tmp_path_factory, tmp_path):
-    """The call that fails says so and can be repeated: no sequence is left in half, nothing leaks, the logits are the same."""
+    """The call that fails says so and can be repeated, with the same logits. Nothing leaks."""
     program = compile_failing(tmp_path_factory.mktemp("failures"), "tests/failures.c", LIBRARY)
     assert int(call(program, models[0], tmp_path)) > 60
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

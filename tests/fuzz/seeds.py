@@ -20,7 +20,8 @@ from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
 
 SPACE = "▁"
-TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe", "grammar", "state", "batch"]
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe",
+           "grammar", "state", "batch"]
 
 
 def vocabulary(byte_fallback, prefix=True, remove=False):
@@ -138,7 +139,7 @@ def write_states(folder):
 
 
 def write_calls(folder):
-    """Random calls: two new sequences, then batches of them and other calls, with each type of the KV cache."""
+    """Random calls, after those that begin two sequences, with each type of the KV cache."""
     rng = np.random.default_rng(1)
     for kind in range(3):
         for length in (40, 200, 600):
