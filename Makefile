@@ -14,7 +14,7 @@ SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
-TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state
+TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state batch
 RUNS    := 3000000
 
 .PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
@@ -86,12 +86,18 @@ runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## run for NVIDIA GPUs (need
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
-fuzz: .venv/test     ## fuzz run's loaders, encoder, grammar and saved sequences with clang's libFuzzer, RUNS inputs for each target
-	mkdir -p cache/fuzz
-	clang -std=gnu11 -g -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c tests/fuzz/printer.c runtime/cpu/*.c -lm -pthread
+# libFuzzer follows no branches of the kernels. Two programs: tracing comparisons finds the bytes that a file must have, but takes
+# most of the time of the targets whose inputs are choices.
+SANITIZE := -std=gnu11 -g -O2 -fsanitize=address,undefined -fno-sanitize-recover=all
+CHOICES  := grammar state batch
+fuzz: .venv/test     ## fuzz run's loaders, encoder, grammar, saved sequences and batches with clang's libFuzzer, RUNS inputs for each target
+	mkdir -p cache/fuzz && cd cache/fuzz && clang $(SANITIZE) -c ../../runtime/cpu/*.c
+	clang $(SANITIZE) -fsanitize=fuzzer -o cache/fuzz/files tests/fuzz/fuzz.c tests/fuzz/printer.c cache/fuzz/*.o -lm -pthread
+	clang $(SANITIZE) -fsanitize=fuzzer -fno-sanitize-coverage=trace-cmp -o cache/fuzz/choices tests/fuzz/fuzz.c \
+	    tests/fuzz/printer.c cache/fuzz/*.o -lm -pthread
 	$(VENV) tests/fuzz/seeds.py cache/fuzz/seeds
-	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && TARGET=$$target cache/fuzz/fuzz -runs=$(RUNS) \
+	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && program=files && \
+	    case " $(CHOICES) " in *" $$target "*) program=choices; esac && TARGET=$$target cache/fuzz/$$program -runs=$(RUNS) \
 	    -max_len=24576 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
 	    cache/fuzz/$$target cache/fuzz/seeds/$$target tests/fuzz/corpus || exit 1; done
 

@@ -360,8 +360,8 @@ typedef struct {
 static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
     char buffer[1 << 16];
     for (;;) {
-        const char *begin = in->bytes.s + in->begin, *newline = NULL;
         size_t left = in->bytes.n - in->begin;
+        const char *begin = left ? in->bytes.s + in->begin : NULL, *newline = NULL;
         if (in->scanned < in->bytes.n)
             newline = memchr(in->bytes.s + in->scanned, '\n', in->bytes.n - in->scanned);
         in->scanned = in->bytes.n;

@@ -8,7 +8,7 @@
 #define BOS "\2"
 #define EOS "\3"
 
-enum { MAX_MARKS = 4, MAX_SIGNS = 5 };
+enum { MAX_SIGNS = 5 };
 
 // A template: the strings around what the user and the assistant write (their words).
 struct Template {
@@ -346,17 +346,24 @@ static const Template *find_template(String outline, const Template **nearest) {
     return NULL;
 }
 
+static bool begins_with(String text, const char *s) {
+    size_t n = strlen(s);
+    return text.n >= n && !memcmp(text.s, s, n);
+}
+
 // Returns the template's own system prompt, for chats without one: the first text in the outline
-// between system_open and system_close that has no VARIABLE. Returns "" if there is none.
+// between system_open and system_close that has no VARIABLE, BOS or EOS. Returns "" if there is
+// none. Reads each byte once: a source may have many markers that open a prompt and none that
+// closes one.
 static String default_system(const Template *template, String outline) {
-    const char *open = template->system_open;
+    const char *open = template->system_open, *close = template->system_close;
     for (size_t at = 0; open && (at = find(outline, at, open)) < outline.n;) {
-        at += strlen(open);
-        size_t end = find(outline, at, template->system_close);
-        String prompt = {outline.s + at, end - at};
-        if (end < outline.n && !contains(prompt, VARIABLE) && !contains(prompt, BOS)
-            && !contains(prompt, EOS))
-            return prompt;
+        size_t begin = at += strlen(open);
+        for (; at < outline.n; at++) {
+            String rest = {outline.s + at, outline.n - at};
+            if (begins_with(rest, close)) return (String){outline.s + begin, at - begin};
+            if (*rest.s == *VARIABLE || *rest.s == *BOS || *rest.s == *EOS) break;
+        }
     }
     return (String){"", 0};
 }
@@ -364,7 +371,7 @@ static String default_system(const Template *template, String outline) {
 // ----------------------------------------------------------------------------
 // Encoding
 
-// Returns the control token with this text, or -1.
+// Returns the control token with this text, or -1. Reads the whole vocabulary.
 static int control_token(const Tokenizer *t, const char *text) {
     for (int i = 0; i < t->vocab_size; i++)
         if (t->pieces[i].type == CONTROL && equals((String){t->pieces[i].s, t->pieces[i].n}, text))
@@ -396,8 +403,9 @@ static bool claim_marks(Tokenizer *t, const Template *template, Error *e) {
 typedef struct {
     const Tokenizer *t;
     const Template *template;
-    Text text; // text that is not yet encoded
-    int *ids;  // (n,) the tokens so far
+    const int *mark_tokens; // llamac_model.mark_tokens
+    Text text;              // text that is not yet encoded
+    int *ids;               // (n,) the tokens so far
     int n;
     bool begun;      // the text gets no leading space
     bool after_mark; // the text follows a marker that swallows white space
@@ -448,7 +456,7 @@ static void add_markup(Turn *turn, const char *s) {
         for (int m = 0; m < MAX_MARKS && token < 0; m++) {
             const char *mark = turn->template->marks[m];
             if (!mark || strncmp(s, mark, strlen(mark))) continue;
-            token = control_token(turn->t, mark);
+            token = turn->mark_tokens[m];
             if (token >= 0) length = strlen(mark);
         }
         if (token >= 0) add_token(turn, token, is_mark);
@@ -470,7 +478,7 @@ static bool begin_turn(Turn *turn, const llamac_model *m, const char *words, siz
     Error *e = turn->error;
     TRY(llamac_check_text_arguments(m, words, n, n_tokens, e));
     CHECK(m->chat, "no chat template is in use");
-    turn->t = &m->tokenizer, turn->template = m->chat;
+    turn->t = &m->tokenizer, turn->template = m->chat, turn->mark_tokens = m->mark_tokens;
     return true;
 }
 
@@ -599,6 +607,10 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
     m->chat = choice.template, m->chat_system = choice.system;
     m->chat_bos = m->tokenizer.add_bos || choice.has_bos;
     m->stop = m->chat->stop ? control_token(&m->tokenizer, m->chat->stop) : -1;
+    for (int i = 0; i < MAX_MARKS; i++) {
+        const char *mark = m->chat->marks[i];
+        m->mark_tokens[i] = mark ? control_token(&m->tokenizer, mark) : -1;
+    }
     return true;
 }
 

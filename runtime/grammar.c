@@ -12,7 +12,7 @@ enum {
     MAX_SPACES = LLAMAC_JSON_SPACES,
     IN_ARRAY = 0, // the two types of containers, one bit each in a stack
     IN_OBJECT = 1,
-    NEVER = UINT16_MAX, // the cost of what no tokens can complete
+    NEVER = UINT16_MAX, // cost of a state from which no tokens complete the text
 };
 _Static_assert(MAX_DEPTH <= 64, "a stack of containers is 64 bits");
 
@@ -23,18 +23,18 @@ _Static_assert(MAX_DEPTH <= 64, "a stack of containers is 64 bits");
 enum {
     TEXT_NEXT,
     ESCAPE_NEXT, // after a backslash
-    HEX_1,       // digits of \uXXXX: this one and three more
+    HEX_1,       // before the first of the four digits of \uXXXX
     HEX_2,
     HEX_3,
     HEX_4,
-    AFTER_HEX_D, // D800 to DBFF must be followed by \uDC00 to \uDFFF
+    AFTER_HEX_D, // the first digit was D; \uDC00 to \uDFFF must follow \uD800 to \uDBFF
     HIGH_3,
     HIGH_4,
     LOW_BACKSLASH,
     LOW_U,
     LOW_1,
     LOW_2,
-    TAIL_1, // bytes of a UTF-8 character that are missing, each 80 to BF
+    TAIL_1, // one byte of a UTF-8 character is missing, 80 to BF; below, two and three are
     TAIL_2,
     TAIL_3,
     TAIL_E0, // the same, but the next byte is limited: no overlong forms, no surrogates,
@@ -42,7 +42,7 @@ enum {
     TAIL_F0,
     TAIL_F4,
     N_IN_STRING,
-    STRING_ENDS = N_IN_STRING, // pseudo-state
+    STRING_ENDS = N_IN_STRING, // result of string_transition at the quote that ends the string
 };
 
 enum {
@@ -75,6 +75,7 @@ enum {
 };
 _Static_assert(COMMA < 256, "transitions are bytes");
 
+// What follows the first letter of true, false and null
 static const char literal_rests[] = "rue"
                                     "alse"
                                     "ull";
@@ -298,25 +299,27 @@ struct llamac_grammar {
     int first_effect[N_STATES + 1];
     int *tokens;      // by effect; ascending within one
     int *first_token; // (n_effects + 1,)
-    // the effect that most tokens of a state have, and a mask of these tokens to copy; NULL: few
+    // The effect that most tokens of a state have, and a mask of these tokens, to copy. NULL: they
+    // are so few that a mask would not be faster
     int common_effect[N_STATES];
     uint8_t *common[N_STATES];
 
     struct Closing *closings;
     int n_closings;
-    uint16_t closed_by_bytes[N_STATES]; // see affordable
-    // Min tokens that complete a text, by depth and state, for the stack `priced` of depth
-    // `priced_depth`. Row d belongs to the d outermost containers, and depends on no others.
+    uint16_t value_costs[N_STATES]; // tokens that end the value, see affordable
+    // Min tokens that complete a text, by depth and state, for the stack `costs_stack` of depth
+    // `costs_depth`. Row d belongs to the d outermost containers, and depends on no others.
     uint16_t costs[MAX_DEPTH + 1][N_STATES];
-    uint64_t priced;
-    int priced_depth;
+    uint64_t costs_stack;
+    int costs_depth;
 };
 
 // Finds the effects of a token of n bytes from a state. Returns their number, 0 to 2.
 //
-// A comma is followed by a key or by a value, depending on a container that the token may not have
-// met. Such a comma has two effects, one for each type. Both go on while a string follows; one of
-// them ends at the colon, comma or bracket after it, which is before the next such comma.
+// A key follows a comma in an object, a value follows it in an array. If the token has not opened
+// that container, the container's type is unknown, and the token is read in both ways. Both ways
+// allow a string next. The byte after the string ends one of them: only a key is followed by a
+// colon. So at the next comma of this kind one way is left.
 static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, size_t n,
                         Effect out[2]) {
     Partial parts[2] = {{.state = state, .only_spaces = state < IN_STRING}};
@@ -346,30 +349,32 @@ static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, si
     return n_parts;
 }
 
+// Returns whether a token can follow on a stack: the innermost containers are the expected ones, and
+// it does not nest too deep.
 static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected, int peak) {
-    uint64_t read = ~shift_left(~(uint64_t)0, n_expected);
-    return depth >= n_expected && !((stack ^ expected) & read) && depth + peak <= MAX_DEPTH;
+    uint64_t mask = ~shift_left(~(uint64_t)0, n_expected); // of the containers that are compared
+    return depth >= n_expected && !((stack ^ expected) & mask) && depth + peak <= MAX_DEPTH;
 }
 
 // ----------------------------------------------------------------------------
 // Costs
 //
-// The cost of a state and a stack is the number of tokens that complete the text. It counts only
-// tokens that leave no container open that they opened, so the cost of a stack depends on its outer
-// parts alone: a token stays at its depth or closes some containers. It counts no token that begins
-// with whitespace, so the cost does not depend on the whitespace before. Every container can be
-// closed so, because llamac_grammar_json requires the brackets as tokens of one byte. The cost is
-// consistent: from every state, some token lowers it by 1. So a text whose cost is within the
-// budget never leaves it.
+// The cost of a state and a stack is the min number of tokens that complete the text, of tokens that
+// - close all containers that they open. Such a token keeps or lowers the depth, so the cost of a
+//   stack follows from the costs of its outer parts.
+// - do not begin with whitespace, so the cost does not depend on the whitespace before.
+// These tokens can close every container, because llamac_grammar_json requires the brackets as
+// tokens of one byte. From every state that has a cost, some token lowers the cost by 1. So a text
+// whose cost is within the token budget can always stay within it.
 
-// An effect that a completion may have.
+// The part of an effect that its cost depends on, for tokens that completions may consist of.
 typedef struct Closing {
     uint64_t expected;
     uint8_t n_expected, n_closed, peak, start, end;
 } Closing;
 
 // Computes the costs at a depth. Those at all smaller depths must have been computed.
-static void price(llamac_grammar *g, uint64_t stack, int depth) {
+static void compute_costs(llamac_grammar *g, uint64_t stack, int depth) {
     uint16_t *costs = g->costs[depth];
     for (int state = 0; state < N_STATES; state++)
         costs[state] = depth == 0 && ends_value(state) ? 0 : NEVER;
@@ -397,10 +402,10 @@ static int common_depth(uint64_t a, int depth_a, uint64_t b, int depth_b) {
 
 // Returns the costs of all states with this stack.
 static const uint16_t *costs_of(llamac_grammar *g, uint64_t stack, int depth) {
-    int known = common_depth(g->priced, g->priced_depth, stack, depth);
-    for (int d = known + 1; d <= depth; d++) price(g, shift_right(stack, depth - d), d);
-    // deeper rows stay valid if `stack` is an outer part of `priced`
-    if (known < depth) g->priced = stack, g->priced_depth = depth;
+    int known = common_depth(g->costs_stack, g->costs_depth, stack, depth);
+    for (int d = known + 1; d <= depth; d++) compute_costs(g, shift_right(stack, depth - d), d);
+    // deeper rows stay valid if `stack` is an outer part of `costs_stack`
+    if (known < depth) g->costs_stack = stack, g->costs_depth = depth;
     return g->costs[depth];
 }
 
@@ -420,21 +425,21 @@ static uint64_t stack_after(const llamac_grammar *g, const Effect *e) {
     return shift_left(shift_right(g->stack, e->n_closed), e->n_opened) | e->opened;
 }
 
-// Returns whether the text can be completed with `left` tokens, one with this effect included.
-// `closed_by_bytes` is the cost to end the value, whatever the stack is; a closing bracket for each
-// container follows. This bound spares most calls to costs_of.
+// Returns whether the text can be completed with `left` tokens, the first of which has this effect.
+// An upper bound of the cost spares most calls to costs_of: the tokens that end the value, whatever
+// the stack is, and a closing bracket for each container.
 static bool affordable(llamac_grammar *g, const Effect *e, int left) {
-    int depth = depth_after(g, e), bound = g->closed_by_bytes[e->end];
-    if (bound != NEVER && bound + depth < left) return true;
+    int depth = depth_after(g, e), value_cost = g->value_costs[e->end];
+    if (value_cost != NEVER && value_cost + depth < left) return true;
     int cost = costs_of(g, stack_after(g, e), depth)[e->end];
     return cost != NEVER && cost < left;
 }
 
 const uint8_t *llamac_grammar_allowed(llamac_grammar *g, int left) {
     if (!g) return NULL;
-    int common = g->common[g->state] ? g->common_effect[g->state] : -1;
-    const Effect *most = common >= 0 ? &g->effects[common] : NULL;
-    if (most && applies(g, most) && affordable(g, most, left))
+    int common = g->common[g->state] ? g->common_effect[g->state] : -1; // its number
+    const Effect *common_effect = common >= 0 ? &g->effects[common] : NULL;
+    if (common_effect && applies(g, common_effect) && affordable(g, common_effect, left))
         memcpy(g->allowed, g->common[g->state], g->vocab_size);
     else memset(g->allowed, 0, g->vocab_size);
     for (int i = g->first_effect[g->state]; i < g->first_effect[g->state + 1]; i++) {
@@ -602,12 +607,12 @@ static void add_state(llamac_grammar *g, Builder *b, int state) {
 // Makes a mask for the effect that most tokens of a state have, if they are so many that copying
 // the mask is faster than setting a byte for each token.
 static bool find_common(llamac_grammar *g, int state) {
-    int most = 0, *common = &g->common_effect[state];
+    int max = 0, *common = &g->common_effect[state];
     for (int i = g->first_effect[state]; i < g->first_effect[state + 1]; i++) {
         int n = g->first_token[i + 1] - g->first_token[i];
-        if (n > most) most = n, *common = i;
+        if (n > max) max = n, *common = i;
     }
-    if (most <= g->vocab_size / 16) return true;
+    if (max <= g->vocab_size / 16) return true;
     if (!(g->common[state] = calloc(g->vocab_size, 1))) return false;
     for (int k = g->first_token[*common]; k < g->first_token[*common + 1]; k++)
         g->common[state][g->tokens[k]] = 1;
@@ -639,19 +644,19 @@ static bool build(llamac_grammar *g, Builder *b, Error *e) {
     return true;
 }
 
-// Fills in closed_by_bytes: the cost to reach AFTER_VALUE by tokens that neither read the stack nor
-// nest deeper.
-static void price_values(llamac_grammar *g) {
-    for (int state = 0; state < N_STATES; state++) g->closed_by_bytes[state] = NEVER;
-    g->closed_by_bytes[AFTER_VALUE] = 0;
-    g->closed_by_bytes[OBJECT_NEXT] = 2;
+// Fills in value_costs: the min number of tokens that lead to AFTER_VALUE, of those that neither
+// depend on the stack nor nest deeper.
+static void compute_value_costs(llamac_grammar *g) {
+    for (int state = 0; state < N_STATES; state++) g->value_costs[state] = NEVER;
+    g->value_costs[AFTER_VALUE] = 0;
+    g->value_costs[OBJECT_NEXT] = 2;
     for (bool lowered = true; lowered;) {
         lowered = false;
         for (int i = 0; i < g->n_closings; i++) {
             const Closing *c = &g->closings[i];
-            int cost = g->closed_by_bytes[c->end] + 1;
-            if (c->n_expected || c->peak || cost >= g->closed_by_bytes[c->start]) continue;
-            g->closed_by_bytes[c->start] = cost;
+            int cost = g->value_costs[c->end] + 1;
+            if (c->n_expected || c->peak || cost >= g->value_costs[c->start]) continue;
+            g->value_costs[c->start] = cost;
             lowered = true;
         }
     }
@@ -679,8 +684,8 @@ llamac_grammar *llamac_grammar_json(const llamac_model *m, bool object, Error *e
         llamac_grammar_free(g);
         return llamac_name_file(m->path, e), NULL;
     }
-    price_values(g);
-    price(g, 0, 0);
+    compute_value_costs(g);
+    compute_costs(g, 0, 0);
     return g;
 }
 

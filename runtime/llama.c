@@ -191,13 +191,13 @@ static llamac_sequence *restore(llamac_engine *engine, const uint8_t *bytes, siz
 }
 
 llamac_sequence *llamac_sequence_load(llamac_engine *engine, const char *path, Error *e) {
-    File file;
+    size_t size;
     clear(e);
     if (!engine) return fail(e, no_engine), NULL;
-    if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
-    llamac_sequence *s = restore(engine, file.bytes, file.size, e);
-    llamac_unmap(&file);
-    if (!s) llamac_name_file(path, e);
+    uint8_t *bytes = llamac_read_state(path, &size, e);
+    llamac_sequence *s = bytes ? restore(engine, bytes, size, e) : NULL;
+    free(bytes);
+    if (!s) llamac_name_file(path ? path : "", e);
     return s;
 }
 
@@ -257,7 +257,7 @@ static bool make_rows(llamac_engine *engine, int n, Error *e) {
 // rows from `row` on.
 static Batch next_pass(llamac_engine *engine, const llamac_batch_token *batch, int n, int row) {
     Batch pass = {.tokens = engine->tokens, .runs = engine->runs, .wanted = engine->wanted};
-    if (engine->on_host)
+    if (engine->on_host && engine->logits) // NULL: no call has asked for logits yet
         pass.logits = engine->logits + (size_t)row * engine->model.config.vocab_size;
     const llamac_sequence *last = NULL;
     for (int t = 0; t < n && t < engine->chunk; t++) {

@@ -246,7 +246,8 @@ LLAMAC_API bool llamac_sequence_truncate(llamac_sequence *, int n, llamac_error 
 // Saves the tokens of a sequence and their KV cache in a file, with which llamac_sequence_load
 // begins a sequence without evaluating them. The file is written beside `path` and then moved
 // there, so a file at `path` is always whole. That replaces an earlier file of this function; fails
-// if anything else is there. Only the owner of the file can read it.
+// if anything else is there. If `path` is a symbolic link, the file that it leads to is replaced.
+// Only the owner of the file can read it.
 LLAMAC_API bool llamac_sequence_save(const llamac_sequence *, const char *path, llamac_error *);
 
 // Begins a sequence with the tokens in a file of llamac_sequence_save. It continues like the saved

@@ -539,8 +539,8 @@ static void add_float(Sha256 *sha, double x) {
     llamac_sha256_add(sha, &rounded, 4);
 }
 
-// Adds SAMPLES evenly spaced samples of the bytes, the last one at the end; all of them if they are
-// not more than the samples. Reading everything would take as long as loading the model.
+// Adds SAMPLES evenly spaced samples of the bytes, from the first byte to the last, or all bytes if
+// the samples would not be fewer. Reading everything would take as long as loading the model.
 static void add_samples(Sha256 *sha, const void *bytes, uint64_t n) {
     enum { SAMPLES = 8, SAMPLE = 64 }; // SAMPLE in bytes
     if (n <= SAMPLES * SAMPLE) {
@@ -548,7 +548,7 @@ static void add_samples(Sha256 *sha, const void *bytes, uint64_t n) {
         return;
     }
     for (int i = 0; i < SAMPLES; i++)
-        llamac_sha256_add(sha, (const uint8_t *)bytes + (n - SAMPLE) / (SAMPLES - 1) * i, SAMPLE);
+        llamac_sha256_add(sha, (const uint8_t *)bytes + (n - SAMPLE) * i / (SAMPLES - 1), SAMPLE);
 }
 
 static void add_tensor(Sha256 *sha, const Mat *m) {

@@ -178,7 +178,10 @@ void llamac_free_byte_pairs(BytePairs *);
 
 typedef struct Template Template; // of a chat (chat.c)
 
-enum { MAX_SHOWN_PATH = 200 }; // max bytes of a path in a message
+enum {
+    MAX_SHOWN_PATH = 200, // max bytes of a path in a message
+    MAX_MARKS = 4,        // max markers of a chat template
+};
 
 struct llamac_model {
     Model transformer;
@@ -186,6 +189,7 @@ struct llamac_model {
     File file, tokenizer_file;
     const Template *chat;          // NULL: not set
     int stop;                      // token that ends an answer in the chat template, -1: none
+    int mark_tokens[MAX_MARKS];    // of the template's markers, -1: the vocabulary has none
     bool chat_bos;                 // a chat begins with BOS, unless the template says otherwise
     Text chat_system;              // the system prompt of chats without one
     char path[MAX_SHOWN_PATH + 1]; // of the file, for messages; "": opened from memory
@@ -200,7 +204,7 @@ bool llamac_name_file(const char *path, Error *);
 
 // Computes what tells a model from others: the SHA-256 of its sizes, RoPE's frequencies, the
 // checksums in its file if there are some, and the type, the shape and eight samples of 64 bytes of
-// each tensor. The weights must be in host memory.
+// each tensor, its first and last bytes among them. The weights must be in host memory.
 void llamac_identify(const Model *, uint8_t identity[SHA256_BYTES]);
 
 // Returns how many bytes of weights the computation of one token reads, and the lowest address of

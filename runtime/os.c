@@ -20,30 +20,88 @@ double llamac_seconds(void) {
 // ----------------------------------------------------------------------------
 // Files
 
-bool llamac_map_file(const char *path, File *mapped, Error *e) {
+// Opens a regular file that is not empty. Writes its descriptor and its size.
+static bool open_file(const char *path, int *file, size_t *size, Error *e) {
     CHECK(path, "the path is NULL");
     CHECK(*path, "the path is empty");
-    int file = open(path, O_RDONLY | O_NONBLOCK); // a pipe is refused instead of waited for
+    *file = open(path, O_RDONLY | O_NONBLOCK); // a pipe is refused instead of waited for
     struct stat info;
-    CHECK(file >= 0 || errno != ENOENT, "no such file");
-    CHECK(file >= 0, "%s", strerror(errno));
-    bool ok = fstat(file, &info) == 0;
+    CHECK(*file >= 0 || errno != ENOENT, "no such file");
+    CHECK(*file >= 0, "%s", strerror(errno));
+    bool ok = fstat(*file, &info) == 0;
     if (!ok) fail(e, "%s", strerror(errno));
     else if (!(ok = S_ISREG(info.st_mode))) fail(e, "not a regular file");
     else if (!(ok = info.st_size > 0)) fail(e, "the file is empty");
-    void *bytes = ok ? mmap(NULL, info.st_size, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
-    if (bytes == MAP_FAILED) ok = fail(e, "%s", strerror(errno));
+    if (!ok) close(*file);
+    else *size = info.st_size;
+    return ok;
+}
+
+bool llamac_map_file(const char *path, File *mapped, Error *e) {
+    int file;
+    size_t size;
+    TRY(open_file(path, &file, &size, e));
+    void *bytes = mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0);
+    bool ok = bytes != MAP_FAILED;
+    if (!ok) fail(e, "%s", strerror(errno));
     close(file);
     if (!ok) return false;
-    *mapped = (File){bytes, info.st_size};
+    *mapped = (File){bytes, size};
     // large pages in the page cache serve later processes too
-    llamac_use_large_pages(bytes, info.st_size);
+    llamac_use_large_pages(bytes, size);
     return true;
+}
+
+// Reads n bytes. Returns how many there were before the end of the file, or -1 after an error.
+static ssize_t read_all(int file, uint8_t *bytes, size_t n) {
+    size_t at = 0;
+    for (ssize_t got; at < n; at += got) {
+        got = read(file, bytes + at, n - at);
+        if (got <= 0) return got < 0 ? -1 : (ssize_t)at;
+    }
+    return at;
+}
+
+uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *e) {
+    int file;
+    if (!open_file(path, &file, size, e)) return NULL;
+    uint8_t *bytes = resize(NULL, *size, 1);
+    ssize_t got = -1;
+    if (!bytes) fail(e, no_memory);
+    else {
+        got = read_all(file, bytes, *size < n ? *size : n);
+        if (got == (ssize_t)n && !memcmp(bytes, magic, n)) {
+            ssize_t rest = read_all(file, bytes + n, *size - n);
+            got = rest < 0 ? -1 : got + rest;
+        }
+        if (got < 0) fail(e, "%s", strerror(errno));
+    }
+    close(file);
+    if (got < 0) return free(bytes), NULL;
+    *size = got;
+    return bytes;
 }
 
 void llamac_unmap(File *file) {
     if (file->bytes) munmap((void *)file->bytes, file->size);
     *file = (File){0};
+}
+
+// Returns the path of the file that `path` names, to be freed. If `path` is a symbolic link, that is
+// the file at the end of it, because moving another file to `path` would replace the link.
+static char *follow_link(const char *path, Error *e) {
+    struct stat info;
+    char *target;
+    if (lstat(path, &info) == 0 && S_ISLNK(info.st_mode)) {
+        target = realpath(path, NULL);
+        if (!target)
+            fail(e, "a symbolic link is there that cannot be followed (%s): name another file",
+                 strerror(errno));
+        return target;
+    }
+    target = resize(NULL, strlen(path), 1);
+    if (!target) return fail(e, no_memory), NULL;
+    return strcpy(target, path);
 }
 
 // Fails if something is at `path` that does not begin with the n bytes of `magic`, or is no file.
@@ -53,7 +111,6 @@ static bool may_replace(const char *path, const void *magic, size_t n, Error *e)
     bool exists = lstat(path, &info) == 0;
     if (!exists && errno == ENOENT) return true;
     CHECK(exists, "%s", strerror(errno));
-    // A link would be replaced, instead of the file that it names; a pipe would be waited for
     CHECK(S_ISREG(info.st_mode), "something else than a regular file is there: name another file");
     FILE *file = fopen(path, "rb");
     CHECK(file, "%s", strerror(errno));
@@ -63,34 +120,45 @@ static bool may_replace(const char *path, const void *magic, size_t n, Error *e)
     return true;
 }
 
-bool llamac_create_file(NewFile *file, const char *path, const void *magic, size_t n, Error *e) {
-    CHECK(path, "the path is NULL");
-    CHECK(*path, "the path is empty");
-    TRY(may_replace(path, magic, n, e));
-    size_t length = strlen(path);
+// Creates the file beside its target.
+static bool create_beside(NewFile *file, Error *e) {
+    size_t length = strlen(file->target);
     char *name = resize(NULL, length + 8, 1);
     CHECK(name, no_memory);
-    memcpy(name, path, length);
+    memcpy(name, file->target, length);
     strcpy(name + length, ".XXXXXX");
     int number = mkstemp(name);
     FILE *stream = number < 0 ? NULL : fdopen(number, "wb");
-    bool ok = stream != NULL;
-    if (!ok) fail(e, "a file beside it cannot be created: %s", strerror(errno));
-    if (!ok && number >= 0) close(number), unlink(name);
-    if (!ok) free(name);
-    else *file = (NewFile){stream, name};
+    if (!stream) {
+        fail(e, "a file beside it cannot be created: %s", strerror(errno));
+        if (number >= 0) close(number), unlink(name);
+        free(name);
+        return false;
+    }
+    file->stream = stream, file->name = name;
+    return true;
+}
+
+bool llamac_create_file(NewFile *file, const char *path, const void *magic, size_t n, Error *e) {
+    CHECK(path, "the path is NULL");
+    CHECK(*path, "the path is empty");
+    *file = (NewFile){.target = follow_link(path, e)};
+    TRY(file->target);
+    bool ok = may_replace(file->target, magic, n, e) && create_beside(file, e);
+    if (!ok) free(file->target), *file = (NewFile){0};
     return ok;
 }
 
-bool llamac_finish_file(NewFile *file, const char *path, bool ok, Error *e) {
+bool llamac_finish_file(NewFile *file, bool ok, Error *e) {
     bool written = ok && !fflush(file->stream) && !fsync(fileno(file->stream));
     if (ok && !written) fail(e, "%s", strerror(errno));
     bool closed = !fclose(file->stream);
     if (written && !closed) fail(e, "%s", strerror(errno));
-    bool moved = written && closed && !rename(file->name, path);
+    bool moved = written && closed && !rename(file->name, file->target);
     if (written && closed && !moved) fail(e, "%s", strerror(errno));
     if (!moved) unlink(file->name);
     free(file->name);
+    free(file->target);
     *file = (NewFile){0};
     return moved;
 }

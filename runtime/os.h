@@ -17,19 +17,26 @@ typedef struct {
 bool llamac_map_file(const char *path, File *, Error *);
 void llamac_unmap(File *);
 
-// A file that is being written under a name of its own, in the folder where it will be.
+// Reads a file into allocated memory, of which *size bytes were read. Other programs may cut the
+// file off meanwhile: access to a mapped file would then end this program with SIGBUS. Reads no
+// more than the first n bytes if these are not `magic`. Fails like llamac_map_file.
+uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *);
+
+// A file that is being written under its own name, in the folder where it will be.
 typedef struct {
     FILE *stream;
-    char *name; // the name of its own, allocated
+    char *name;   // its own name, allocated
+    char *target; // the path where it will be, allocated
 } NewFile;
 
-// Creates a file, readable only by its owner, that llamac_finish_file moves to `path`. Fails if
-// something is at `path` that is not a regular file beginning with the n bytes of `magic`.
+// Creates a file, readable only by its owner, that llamac_finish_file moves to `path` or, if that is
+// a symbolic link, to where it leads. Fails if something is there that is not a regular file
+// beginning with the n bytes of `magic`.
 bool llamac_create_file(NewFile *, const char *path, const void *magic, size_t n, Error *);
 
-// Closes the file and moves it to `path` when all of it is on the disk. If `ok` is false or that
-// fails, removes it. Returns whether it is at `path`. If `ok` is false, *e is not changed.
-bool llamac_finish_file(NewFile *, const char *path, bool ok, Error *);
+// Closes the file and moves it to its target when all of it is on the disk. If `ok` is false or that
+// fails, removes it. Returns whether it was moved. If `ok` is false, *e is not changed.
+bool llamac_finish_file(NewFile *, bool ok, Error *);
 
 // Asks the system to use large pages, where it supports them, for n bytes that are allocated or
 // mapped from a file.

@@ -120,8 +120,8 @@ static void penalize(const SamplerMemory *m, const llamac_sampler *s, const int 
     }
 }
 
-// Writes `value` for each token that the mask or a bias of -infinity leaves out. Returns whether
-// there are any.
+// Sets x to `value` for each token that the mask or a bias of -infinity leaves out. Returns whether
+// there is such a token.
 static bool leave_out(const SamplerMemory *m, const llamac_sampler *s, float *x, float value) {
     bool any = false;
     for (int i = 0; i < s->n_biases; i++)
@@ -188,11 +188,12 @@ static void keep_likeliest(Candidate *c, int n, int k) {
     }
 }
 
-// Writes the tokens with a probability of at least `least`, other than 0. Returns their number.
-static int find_candidates(const SamplerMemory *m, float least) {
+// Writes to m->candidates the tokens with a probability of min_p or more that is not 0. Returns
+// their number.
+static int find_candidates(const SamplerMemory *m, float min_p) {
     int n = 0;
     for (int i = 0; i < m->vocab_size; i++)
-        if (m->p[i] >= least && m->p[i] > 0) m->candidates[n++] = (Candidate){m->p[i], i};
+        if (m->p[i] >= min_p && m->p[i] > 0) m->candidates[n++] = (Candidate){m->p[i], i};
     return n;
 }
 
@@ -242,8 +243,8 @@ static int sample_plainly(const SamplerMemory *m, float topp, float coin) {
     return n - 1;
 }
 
-// Samples from the probabilities m->p, some of which are 0, with topk, minp and topp. Each of the
-// three takes its share of what those before it have left.
+// Samples from the probabilities m->p, some of which are 0, with topk, minp and topp. Each of these
+// filters applies to the tokens that those before it have left.
 static int sample_filtered(const SamplerMemory *m, const llamac_sampler *s, int best, float coin) {
     Candidate *c = m->candidates;
     int n = find_candidates(m, s->minp * m->p[best]); // includes `best`
@@ -278,8 +279,9 @@ int llamac_draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
                    -1;
     }
     if (llamac_is_greedy(s)) return best;
-    // p = exp((p - max) / temperature)
-    float sum = m->kernels->exponentials(p, p[best], 1 / s->temperature, vocab_size);
+    // p = exp((p - max) * scale). p - max may be -infinity, and times 0 that would be NaN
+    float scale = fmaxf(1 / s->temperature, FLT_MIN);
+    float sum = m->kernels->exponentials(p, p[best], scale, vocab_size);
     for (int i = 0; i < vocab_size; i++) p[i] /= sum;
     // The kernels compute small numbers instead of 0 for the tokens that are left out
     if (changed) filtered |= leave_out(m, s, p, 0);

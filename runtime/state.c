@@ -8,13 +8,14 @@
 //   28   n, the number of tokens, 4 bytes
 //   32   identity of the model, 32 bytes: see llamac_identify
 //   64   the tokens, 4 bytes each
-//        blocks of 64 positions each, the last of the positions that are left. A block has keys
-//        (n_layers, n_kv_heads, positions, head_dim) and values of the same shape; with 8 bits, then
+//        blocks of 64 positions; the last block has those that are left. A block has keys
+//        (n_layers, n_kv_heads, positions, head_dim) and values of the same shape. With 8 bits,
 //        the scales of the keys (n_layers, n_kv_heads, positions), float32, and those of the values
+//        follow
 //   end  SHA-256 of all bytes before it
 //
-// The blocks bound the memory that saving takes. Their size does not depend on the pages of the CPU
-// backend.
+// Saving needs memory for one block only. The size of a block does not depend on that of a page of
+// the CPU's cache.
 #include <errno.h>
 #include "state.h"
 
@@ -95,15 +96,20 @@ bool llamac_write_state(const char *path, const StateOwner *o, const Cache *cach
     uint8_t *block = resize(NULL, bytes_of_positions(o, positions_of_block(n, 0)), 1);
     CHECK(block, no_memory);
     bool ok = llamac_create_file(&file, path, magic, MAGIC, e);
-    if (ok)
-        ok = llamac_finish_file(&file, path, write_all(file.stream, o, cache, tokens, n, block, e),
-                                e);
+    if (ok) {
+        ok = write_all(file.stream, o, cache, tokens, n, block, e);
+        ok = llamac_finish_file(&file, ok, e);
+    }
     free(block);
     return ok;
 }
 
 // ----------------------------------------------------------------------------
 // Reading
+
+uint8_t *llamac_read_state(const char *path, size_t *size, Error *e) {
+    return llamac_read_file(path, magic, MAGIC, size, e);
+}
 
 // Checks that the file is whole: what its owner must have is checked afterwards.
 static bool check_whole(const uint8_t *bytes, size_t size, Error *e) {

@@ -22,6 +22,10 @@ typedef struct {
 bool llamac_write_state(const char *path, const StateOwner *, const Cache *, const int *tokens,
                         int n, Error *);
 
+// Reads the bytes of a file, to be freed. llamac_check_state refuses files of other programs, of
+// which this reads the first bytes alone.
+uint8_t *llamac_read_state(const char *path, size_t *size, Error *);
+
 // Checks the bytes of a file, which are aligned to 4, and allocates nothing.
 bool llamac_check_state(const uint8_t *bytes, size_t size, const StateOwner *, SavedState *,
                         Error *);

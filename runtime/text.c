@@ -94,8 +94,8 @@ static bool is_incomplete(const char *s, size_t n) {
     return true;
 }
 
-// Releases what is certain of the held bytes: whole characters, with U+FFFD for each byte that does
-// not begin a valid one, or raw bytes. `last`: no bytes follow.
+// Releases the held bytes that no later byte can change: whole characters, with U+FFFD for each byte
+// that does not begin a valid one, or raw bytes. `last`: no bytes follow.
 static void release(llamac_text *t, bool last) {
     const char *s = t->held.s;
     size_t at = 0, n = t->held.n, end = last ? n : n - undecided(t);
@@ -109,7 +109,8 @@ static void release(llamac_text *t, bool last) {
     if (at) memmove(t->held.s, s + at, t->held.n = n - at);
 }
 
-// Adds the bytes of a token. Returns whether a stop string is complete; bytes after it are dropped.
+// Adds the bytes of a token. Returns whether they complete a stop string, and drops the bytes after
+// it.
 static bool add_token(llamac_text *t, int token) {
     char buffer[256], *s = buffer;
     bool stopped = false;
@@ -125,7 +126,7 @@ static bool add_token(llamac_text *t, int token) {
     return stopped;
 }
 
-// Begins a call: the bytes of the one before are no longer needed.
+// Begins a call, which discards the bytes that the call before it has released.
 static bool begin_call(llamac_text *t, const char **out, size_t *n, Error *e) {
     if (e) e->text[0] = 0;
     CHECK(out && n, "the place for the bytes is NULL");

@@ -133,14 +133,20 @@ def run_debug_bin(tmp_path_factory):
     return compile_once(tmp_path_factory, "debug", *SANITIZE, *PROGRAM)
 
 
-@pytest.fixture(scope="session")
-def faults_bin(tmp_path_factory):
-    """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
-    folder, calling = tmp_path_factory.mktemp("faults"), [source for source in PROGRAM if source not in ISAS]
+def compile_failing(folder, program, sources):
+    """Compile a program whose `sources` may fail at each call to the system (fuzz/faults.h)."""
+    calling = [source for source in sources if source not in ISAS]
     objects = [Path(COVERAGE or folder, f"{Path(source).stem}.o") for source in calling]
     for source, done in zip(calling, objects):
         compile_c(folder / done.name, *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
-    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *objects, *ISAS, standard="gnu11")
+    target = folder / Path(program).stem
+    return compile_c(target, *SANITIZE, program, *objects, *ISAS, standard="gnu11")
+
+
+@pytest.fixture(scope="session")
+def faults_bin(tmp_path_factory):
+    """run under sanitizers, each of whose calls to the system fails in turn (fuzz/faults.c)."""
+    return compile_failing(tmp_path_factory.mktemp("faults"), FUZZ / "faults.c", PROGRAM)
 
 
 @pytest.fixture(scope="session")
@@ -152,13 +158,15 @@ def mutate_bin(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def libfuzzer_bin(tmp_path_factory):
-    """The same driven by clang's libFuzzer, which follows branches everywhere but in the kernels of instruction sets: these are
-    the other compiler's, sanitizers and all, as clang 14 takes minutes to optimise them."""
+    """
+    The same driven by clang's libFuzzer, which follows branches everywhere but in runtime/cpu. The
+    other compiler compiles that, with sanitizers: clang 14 takes minutes to optimise the kernels.
+    """
     folder = tmp_path_factory.mktemp("libfuzzer")
     followed = ["-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-Qunused-arguments"]
     objects = [folder / f"{Path(source).stem}.o" for source in FUZZED[1:]]
     for source, name in zip(FUZZED[1:], objects):
-        if source in ISAS:
+        if source in LIBRARY:
             compile_c(name, *SANITIZE, "-c", source)
         else:
             compile_c(name, "-O0", *followed, "-c", source, standard="gnu11", compiler="clang")

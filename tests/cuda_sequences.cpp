@@ -9,12 +9,16 @@
 //   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
 //             recordings (emulated)
 //   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
+//   memory    sequences until no more fit leave memory for the code of kernels (emulated)
+//   hot       an infinite temperature, with logits as far apart as floats can be, samples the
+//             likely tokens alone; the logits of the model are near 2.5e38 or -2.5e38
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <set>
 #include <string>
 #include <vector>
 #include "../runtime/llamac.h"
@@ -255,7 +259,46 @@ static void embeddings(llamac_model *model) {
     for (llamac_engine *engine : engines) llamac_stop(engine);
 }
 
+static void hot(llamac_model *model) {
+    llamac_engine *engines[2] = {start(model, "cuda", true), start(model, "cpu", false)};
+    EXPECT(engines[0] && engines[1]);
+    llamac_sequence *s[2];
+    for (int i = 0; i < 2; i++) {
+        s[i] = llamac_sequence_new(engines[i], &error);
+        EXPECT(s[i] && llamac_forward(s[i], prompt(1, 3).data(), 3, 0, &error));
+    }
+    const float *logits = llamac_logits(s[1]);
+    for (float topp : {0.0f, 0.5f, 0.99f}) {
+        std::set<int> seen;
+        llamac_sampler sampler = {};
+        sampler.temperature = INFINITY, sampler.topp = topp, sampler.state = 1;
+        for (int i = 0; i < 100; i++) {
+            int token = llamac_sample(s[0], &sampler, &error);
+            EXPECT(token >= 0 && token < llamac_describe(model).vocab_size && logits[token] > 0);
+            seen.insert(token);
+        }
+        EXPECT(seen.size() > 10);
+    }
+    for (int i = 0; i < 2; i++) llamac_sequence_free(s[i]), llamac_stop(engines[i]);
+}
+
 #ifdef CUDA_ON_CPU
+static void memory(llamac_model *model) {
+    llamac_engine *engine = start(model, "cuda", false);
+    EXPECT(engine);
+    std::vector<llamac_sequence *> sequences;
+    while (llamac_sequence *s = llamac_sequence_new(engine, &error)) sequences.push_back(s);
+    size_t free_bytes, total;
+    EXPECT(!strcmp(error.text, "not enough memory") && sequences.size() > 10);
+    EXPECT(!cudaMemGetInfo(&free_bytes, &total) && free_bytes >= 32 << 20 && free_bytes < 33 << 20);
+    EXPECT(!llamac_sequence_copy(sequences[0], 0, &error));
+    llamac_sequence_free(sequences.back()); // its memory is enough for another
+    sequences.back() = llamac_sequence_new(engine, &error);
+    EXPECT(sequences.back() && extend(sequences.back(), {5}) >= 0);
+    for (llamac_sequence *s : sequences) llamac_sequence_free(s);
+    llamac_stop(engine);
+}
+
 static void shapes(llamac_model *model) {
     llamac_engine *engine = start(model, "cuda", false);
     EXPECT(engine);
@@ -330,8 +373,21 @@ static void failures(llamac_model *model) {
         EXPECT(graphs == 0);
     }
     EXPECT(n > 60);
+    // a failure that is found when a sequence is freed is the engine's, not want of memory
+    calls_left = -1, broken = false;
+    llamac_engine *engine = start(model, "cuda", false);
+    llamac_sequence *first = llamac_sequence_new(engine, &error);
+    llamac_sequence *second = llamac_sequence_new(engine, &error);
+    EXPECT(first && second);
+    calls_left = 0;
+    llamac_sequence_free(second);
+    second = llamac_sequence_new(engine, &error);
+    EXPECT(second && extend(second, {5}) < 0 && is_failure());
+    llamac_sequence_free(first), llamac_sequence_free(second);
+    llamac_stop(engine);
 }
 #else
+static void memory(llamac_model *) {}
 static void shapes(llamac_model *) {}
 static void failures(llamac_model *) {}
 #endif
@@ -346,6 +402,8 @@ int main(int argc, char **argv) {
     else if (name == "logits") logits(model);
     else if (name == "embed") embeddings(model);
     else if (name == "shapes") shapes(model);
+    else if (name == "memory") memory(model);
+    else if (name == "hot") hot(model);
     else failures(model);
     llamac_close(model);
     puts("fine");

@@ -1,6 +1,7 @@
 // The sampler, for test_sampling.py: `sampling shares` reads cases from stdin and writes the share
 // of all random numbers with which each token is sampled; `sampling draws N` counts the tokens of N
 // draws; `sampling wrong MODEL` prints how mistakes are answered. A case is a Case, then its arrays.
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -140,6 +141,19 @@ static void wrong(const char *path) {
                           .allowed = mask, .bias_tokens = &(int){7}, .biases = huge, .n_biases = 1};
     for (int i = 0; i < 100; i++)
         if (llamac_sample(s, &one, &e) != 7) puts("not token 7"), exit(3);
+    // Logits as far apart as floats can be, at every temperature: their difference overflows
+    float far[] = {3e38f, -3e38f};
+    llamac_sampler extreme = {.state = 4, .bias_tokens = (int[]){7, 8}, .biases = far, .n_biases = 2};
+    static const float temperatures[] = {0,     1e-45f, 1e-40f,   3e-39f,  1e-30f, 1,
+                                         1e30f, 1e38f,  FLT_MAX, INFINITY};
+    for (int i = 0; i < 4 * 10; i++) {
+        extreme.temperature = temperatures[i / 4];
+        extreme.topk = i % 2 ? 3 : 0, extreme.topp = i / 2 % 2 ? 0.5f : 0;
+        for (int k = 0; k < 10; k++) {
+            int token = llamac_sample(s, &extreme, &e);
+            if (token < 0 || token >= n || token == 8) printf("token %d\n", token), exit(3);
+        }
+    }
     llamac_sampler plain = {.temperature = 1, .state = 5}, shorter = plain, noisy = plain;
     noisy.topk = -1, noisy.minp = NAN; // of which a caller with the shortest struct knows nothing
     for (int i = 0; i < 100; i++) {

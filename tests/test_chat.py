@@ -4,6 +4,7 @@ import io
 import json
 import random
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 import export
 import llamac
 from engine.training import load
+from tests.conftest import usual
 from tests.test_bpe import TEXT, small_model
 from tests.test_encode import pieces_of, write_gguf
 from tests.test_run import Model, reciter, run
@@ -226,6 +228,22 @@ def test_a_template_is_known_or_refused(run_debug_bin, tmp_path):
         source = "".join(rng.choices(parts, k=30))
         write_gguf(tmp_path / "m.gguf", pieces, True, **{"tokenizer.chat_template": source})
         run(run_debug_bin, tmp_path / "m.gguf", "-m", "chat", status=1)
+
+
+@pytest.mark.parametrize("name,source,repeated", [
+    ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n"),
+    ("chatml", "<|im_start|><|im_end|>", "<|im_start|>system\n{{x}}"),
+    ("chatml", "<|im_start|><|im_end|>", "{{'a'}}"),
+    ("zephyr", "<|user|>\n{{x}}{{eos_token}}<|assistant|>", "<|system|>\n")])
+def test_a_template_of_a_megabyte(library, tmp_path, name, source, repeated):
+    """It is recognized in the time that its length takes, whatever stands in it."""
+    source += repeated * ((2**20 - len(source)) // len(repeated))
+    pieces = pieces_of(vocabulary("control", True))
+    write_gguf(tmp_path / "m.gguf", pieces, True, **{"tokenizer.chat_template": source})
+    model = llamac.Model(tmp_path / "m.gguf")
+    begin = time.process_time()
+    llamac.call("use_template", model.pointer, None)
+    assert time.process_time() - begin < usual(1), name
 
 
 def test_a_llama2c_file_means_llama2(run_bin, tmp_path):

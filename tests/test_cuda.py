@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from .conftest import LIBRARY, ROOT, SANITIZE, WARN, compile_object
 from .test_architectures import random_model, write_gguf
@@ -282,8 +283,8 @@ def sequences_bin(objects, where):
     return build(objects, "tests/cuda_sequences.cpp", gpu=where)
 
 
-def use_sequences(binary, case, model):
-    done = run(binary, case, model, CUDA_ON_CPU_MULTIPROCESSORS="2")
+def use_sequences(binary, case, model, **environment):
+    done = run(binary, case, model, CUDA_ON_CPU_MULTIPROCESSORS="2", **environment)
     assert done.stdout == b"fine\n" and done.stderr == b"", done
 
 
@@ -303,3 +304,23 @@ def test_recordings_are_few_and_failures_are_returned(sequences_bin, tmp_path, w
         pytest.skip("the program cannot look into this GPU")
     Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")
     use_sequences(sequences_bin, case, tmp_path / "m.gguf")
+
+
+def test_sequences_leave_memory_for_kernels(sequences_bin, tmp_path, where):
+    """The driver loads the code of a kernel when it is first called."""
+    if where:
+        pytest.skip("the program cannot look into this GPU")
+    Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")
+    use_sequences(sequences_bin, "memory", tmp_path / "m.gguf", CUDA_ON_CPU_MEMORY=str(40 << 20))
+
+
+def test_an_infinite_temperature(sequences_bin, tmp_path):
+    """Half of the logits are 2.5e38, the others -2.5e38: their difference is no float."""
+    model = Model(dim=32, hidden=32, layers=1, heads=2, kv=1, seq=320, tied=False)
+    with torch.no_grad():
+        prompt = torch.tensor([[34, 41, 48]])
+        x = model.oracle().model(prompt).last_hidden_state[0, -1].double().numpy()
+    logits = np.where(np.arange(300) % 2, 2.5e38, -2.5e38)
+    model.w["output"] = (logits[:, None] * x / (x @ x)).astype(np.float32)
+    model.write_gguf(tmp_path / "m.gguf")
+    use_sequences(sequences_bin, "hot", tmp_path / "m.gguf")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.formats import gguf_file, llama2c
-from tests.conftest import FUZZ, LIBRARY, compile_c
+from tests.conftest import FUZZ, LIBRARY, SANITIZE, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
 from tests.test_encode import write_gguf
 from tests.test_run import LAYER, MAGIC, TEXT, Model, reciter, run
@@ -93,6 +93,24 @@ def test_a_stream_that_cannot_be_written_is_one_line(run_debug_bin, tmp_path):
     p = subprocess.Popen([run_debug_bin, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdout.close()
     assert p.wait(60) in (0, 1)  # not a signal
+
+
+@pytest.mark.slow
+def test_inputs_without_a_byte(tmp_path):
+    """Nothing is added to the address of an empty array, NULL. Only clang's sanitizer sees that."""
+    if not shutil.which("clang"):
+        pytest.skip("no clang here")
+    compile_c(tmp_path / "run.o", *SANITIZE, "-c", "run.c", compiler="clang")
+    program = compile_c(tmp_path / "run", *SANITIZE, tmp_path / "run.o", *LIBRARY, compiler="clang")
+    path = reciter(tmp_path, [(b"a", 1)])
+    (tmp_path / "empty").write_bytes(b"")
+    for requests in b"", b"\n":
+        assert run(program, path, "--jsonl", stdin=requests) == b""
+    requests = b'{"prompt": "", "stop": [""]}\n{"prompt": "", "stop": []}'
+    assert b"a stop string is empty" in run(program, path, "--jsonl", stdin=requests)
+    for flags in (["-f", tmp_path / "empty"], ["--tokenize", "-i", ""], ["--logits", "-i", ""],
+                  ["-b", 2], ["--prompt-cache", tmp_path / "state"]):
+        run(program, path, "-n", 3, *flags)
 
 
 def test_prompt_from_a_file(run_debug_bin, tmp_path):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.conftest import LIBRARY, ROOT, SANITIZE, compile_c
+from tests.conftest import LIBRARY, ROOT, SANITIZE, compile_c, compile_failing
 from tests.test_run import Model, run, two_models
 
 
@@ -52,6 +52,13 @@ def test_a_batch_has_the_logits_that_each_sequence_has_alone(program, models):
     """To the last bit: batches of one to three tokens of each sequence, in both orders, with a beginning that they share."""
     for model in models:
         call(program, "batch", model)
+
+
+def test_every_call_to_the_system_may_fail_once(models, tmp_path_factory, tmp_path):
+    """The call that fails says so and can be repeated, with the same logits. Nothing leaks."""
+    program = compile_failing(tmp_path_factory.mktemp("failures"), "tests/failures.c", LIBRARY)
+    assert int(call(program, models[0], tmp_path)) > 60
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_sampling_after_every_token_of_a_batch(program, models):

@@ -168,6 +168,21 @@ def test_candidates_and_probabilities_equal_transformers(program):
     assert compared > 150
 
 
+def test_extreme_temperatures(program):
+    """An infinite one makes all tokens as likely, one near 0 leaves the most likely."""
+    rng, cases = random.Random(12), []
+    for temperature in (math.inf, 3.4e38, 1e38, 1e20, 1e-20, 1e-30, 3e-39, 1e-40, 1e-45):
+        for settings in (dict(), dict(topp=0.5), dict(topk=3), dict(minp=0.5),
+                         dict(mask=[1, 0] * 8), dict(biases={3: -math.inf})):
+            logits = [single(rng.gauss(0, 2)) for _ in range(16)]
+            cases.append(Case(logits, temperature=single(temperature), **settings))
+    for case, shares in zip(cases, sampled(program, ["shares"], cases)):
+        # where tokens are equally likely, rounding decides which of them top-k and top-p leave
+        if case.temperature < 1 or not (case.topp or case.topk):
+            assert_same(case, shares, reference(case)[0])
+        assert shares.sum() == 1
+
+
 def test_draws_have_their_probabilities(program):
     """Pearson's chi-square of 10,000 draws: no p-value is tiny, and they are not all large or small."""
     rng, draws, values = random.Random(9), 10_000, []

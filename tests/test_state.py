@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -250,12 +251,30 @@ def test_files_of_other_models_and_options(saved, paths, tmp_path):
         assert len(engine.load(path)) == 70
 
 
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_models_that_differ_at_one_end_of_a_tensor(paths, tmp_path, kind):
+    """A file of one is refused with the other if the first or the last byte of a tensor differs."""
+    Model(**SHAPES["GQA"]).write_gguf(tmp_path / "m.gguf", kind)
+    evaluated(started(tmp_path / "m.gguf"), TOKENS[:3]).save(tmp_path / "state")
+    data, path = (tmp_path / "state").read_bytes(), tmp_path / "other"
+    model = (tmp_path / "m.gguf").read_bytes()
+    for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors:
+        for at in tensor.data_offset, tensor.data_offset + tensor.n_bytes - 1:
+            changed = bytearray(model)
+            changed[at] ^= 1
+            line = refusal(started(bytes(changed)), path, data)
+            assert "another model" in line, (tensor.name, at)
+
+
 def test_other_files_are_never_replaced(saved, tmp_path):
     engine, path, data = saved
     sequence = engine.load(path)
     text, link, pipe, folder, empty = (tmp_path / name for name in ("text", "link", "pipe", "folder", "empty"))
-    text.write_text("mine"), link.symlink_to(path), os.mkfifo(pipe), folder.mkdir(), empty.touch()
-    for other in (text, link, pipe, folder, empty, tmp_path / "missing" / "state", text / "state"):
+    nowhere, link_in_circle = tmp_path / "nowhere", tmp_path / "circle"
+    text.write_text("mine"), link.symlink_to(text), os.mkfifo(pipe), folder.mkdir(), empty.touch()
+    nowhere.symlink_to(tmp_path / "missing"), link_in_circle.symlink_to(link_in_circle)
+    for other in (text, link, nowhere, link_in_circle, pipe, folder, empty,
+                  tmp_path / "missing" / "state", text / "state"):
         with pytest.raises(llamac.Error) as e:
             sequence.save(other)
         assert str(e.value).startswith(f"{other}: ")
@@ -265,7 +284,52 @@ def test_other_files_are_never_replaced(saved, tmp_path):
     path.write_bytes(data[:100])  # of our own, but damaged
     sequence.save(path)
     assert path.read_bytes() == data
-    assert sorted(os.listdir(tmp_path)) == ["empty", "folder", "link", "pipe", "state", "text"]
+    assert sorted(os.listdir(tmp_path)) == ["circle", "empty", "folder", "link", "nowhere", "pipe",
+                                            "state", "text"]
+
+
+def test_a_link_stays_and_its_file_is_replaced(saved, tmp_path):
+    engine, path, data = saved
+    (tmp_path / "disk").mkdir()
+    target, link, second = tmp_path / "disk" / "target", tmp_path / "link", tmp_path / "second"
+    target.write_bytes(data[:100])  # of our own, but damaged
+    link.symlink_to("disk/target"), second.symlink_to(link)
+    for name in link, second:
+        engine.load(path).save(name)
+        assert target.read_bytes() == data
+        assert os.readlink(link) == "disk/target" and os.readlink(second) == str(link)
+        assert len(engine.load(name)) == 70
+        target.write_bytes(data[:100])
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link", "second", "state"]
+    assert os.listdir(tmp_path / "disk") == ["target"]
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(paths, tmp_path):
+    """It is whole or refused in a line, never a signal."""
+    code = ("import llamac, os, pathlib, random, sys, threading, time\n"
+            "llamac.PATHS[:] = [pathlib.Path(sys.argv[1])]\n"
+            "engine = llamac.Engine(llamac.Model(sys.argv[2]), threads=1)\n"
+            "path, answered = pathlib.Path(sys.argv[3]), 0\n"
+            "sequence = llamac.Sequence(engine)\n"
+            "sequence.forward([1 + i % 90 for i in range(8000)], 0)\n"
+            "sequence.save(path)\n"
+            "data, took = path.read_bytes(), time.monotonic()\n"
+            "engine.load(path)\n"
+            "took, rng = time.monotonic() - took, random.Random(1)\n"
+            "for i in range(60):\n"
+            "    path.write_bytes(data)\n"
+            "    size = rng.randrange(1, len(data))\n"
+            "    cut = threading.Timer(rng.random() * took, lambda: os.truncate(path, size))\n"
+            "    cut.start()\n"
+            "    try: answered += len(engine.load(path)) == 8000\n"
+            "    except llamac.Error as e: answered += 'cut off' in str(e)\n"
+            "    cut.join()\n"
+            "print(answered)\n")
+    Model(dim=16, hidden=16, layers=2, heads=2, kv=2, seq=8192).write_gguf(tmp_path / "m.gguf")
+    files = llamac.PATHS[0], tmp_path / "m.gguf", tmp_path / "state"
+    done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True,
+                          cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "60\n"), done.stderr
 
 
 def test_a_full_disk_leaves_the_earlier_file(saved, paths, tmp_path):

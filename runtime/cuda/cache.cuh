@@ -12,9 +12,19 @@ static void free_cache(Backend *b, Cache *cache) {
     Cuda *c = (Cuda *)b;
     for (Recording &r : c->recordings)
         if (r.shape.cache == cache) drop_recording(&r);
-    if (cache->keys) (void)cudaFree(cache->keys);
-    if (cache->values) (void)cudaFree(cache->values);
+    // Without the macro CUDA, which would not free the memory after a failure. cudaFree may be the
+    // first call that returns the failure of a kernel
+    for (void *array : {cache->keys, cache->values})
+        if (array) check(c, cudaFree(array), "cudaFree", __FILE__, __LINE__);
     free(cache);
+}
+
+// Returns whether enough memory is free for a cache and the code of kernels. A kernel whose code
+// does not fit fails for good.
+static bool has_memory_for_cache(Cuda *c) {
+    size_t free_bytes = 0, total = 0;
+    CUDA(c, cudaMemGetInfo(&free_bytes, &total));
+    return free_bytes >= 2 * c->keys_bytes + KERNEL_CODE_BYTES;
 }
 
 // Returns NULL if there is not enough memory. After a failure of the GPU, returns a cache without
@@ -22,7 +32,7 @@ static void free_cache(Backend *b, Cache *cache) {
 static Cache *allocate_cache(Cuda *c) {
     Cache *cache = (Cache *)calloc(1, sizeof *cache);
     if (!cache || has_failed(c)) return cache;
-    cache->keys = allocate_device(c->keys_bytes);
+    if (has_memory_for_cache(c)) cache->keys = allocate_device(c->keys_bytes);
     if (cache->keys) cache->values = allocate_device(c->keys_bytes);
     if (!cache->values) return free_cache(&c->ops, cache), (Cache *)NULL;
     // Attention also reads the padding from head_dim to LayerCache.width, which is never written.

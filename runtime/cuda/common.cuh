@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
+#include <float.h>
 #include <math.h>
 #include <mma.h>
 #include <string.h>

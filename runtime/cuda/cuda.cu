@@ -90,9 +90,6 @@ template <typename T> static bool allocate_array(Cuda *c, T **p, size_t n) {
     return (*p = (T *)allocate(c, n * sizeof(T)));
 }
 
-// Memory left free for the kernels' code, which the driver loads when they are first called.
-enum { KERNEL_CODE_BYTES = 32 << 20 };
-
 // Allocates the engine's device memory and the cache of its first sequence. Two parts are allocated
 // later, but counted here when the free memory is checked: open_token's vectors, and those of
 // llama.c (by cuda_alloc). Returns NULL or an error message.

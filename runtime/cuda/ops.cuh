@@ -170,7 +170,9 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
     int best = *c->best;
     if (has_failed(c)) return -1;
     if (best < 0 || temperature == 0) return best; // -1: a logit is not finite
-    Distribution distribution = {c->logits, c->config.vocab_size, 0, 1 / temperature};
+    // In relative_probability, the difference of two logits may be -infinity: times 0, that is NaN
+    float scale = std::max(1 / temperature, FLT_MIN);
+    Distribution distribution = {c->logits, c->config.vocab_size, 0, scale};
     launch(c, sample_token, 1, SAMPLER_THREADS, 0, c->best, distribution, best, topp, coin);
     CUDA(c, cudaStreamSynchronize(c->stream));
     int sampled = *c->best;

@@ -107,6 +107,9 @@ static const char *format(llamac_error *e, const char *text, double a, double b,
 // ----------------------------------------------------------------------------
 // Memory
 
+// Memory left free for the kernels' code, which the driver loads when they are first called.
+enum { KERNEL_CODE_BYTES = 32 << 20 };
+
 // Allocates device memory. Returns NULL if too little is free.
 static void *allocate_device(size_t bytes) {
     void *block = NULL;

@@ -223,6 +223,14 @@ inline bool allocates() {
     return !s || times++ < atoi(s);
 }
 
+// Blocks of device memory, and the bytes of all of them.
+inline std::map<void *, size_t> sizes;
+inline size_t allocated_bytes;
+inline void forget(void *block) {
+    allocated_bytes -= sizes[block];
+    sizes.erase(block);
+}
+
 // Calls on streams that succeed before one fails; negative: none fails.
 inline int calls_left = getenv("CUDA_ON_CPU_CALLS") ? atoi(getenv("CUDA_ON_CPU_CALLS")) : -1;
 inline bool broken; // a call has failed, so that all others fail
@@ -278,7 +286,8 @@ static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    *free = *total = cuda_on_cpu::free_memory();
+    *total = cuda_on_cpu::free_memory();
+    *free = *total - std::min(*total, cuda_on_cpu::allocated_bytes);
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F) {
@@ -297,13 +306,21 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
     *p = cuda_on_cpu::allocates() && !cuda_on_cpu::broken ? (T *)malloc(n) : NULL;
-    return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
-}
-static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
-static inline cudaError_t cudaFree(void *p) {
-    cuda_on_cpu::wait(cuda_on_cpu::submitted);
-    free(p);
+    if (!*p) return cudaErrorMemoryAllocation;
+    memset(*p, 0xff, n);
+    cuda_on_cpu::allocated_bytes += cuda_on_cpu::sizes[*p] = n;
     return cudaSuccess;
+}
+static inline cudaError_t cudaFree(void *p) {
+    cudaError_t status = cuda_on_cpu::wait(cuda_on_cpu::submitted);
+    cuda_on_cpu::forget(p);
+    free(p);
+    return status;
+}
+static inline cudaError_t cudaMallocHost(void **p, size_t n) {
+    cudaError_t status = cudaMalloc(p, n);
+    if (*p) cuda_on_cpu::forget(*p); // it is the host's
+    return status;
 }
 static inline cudaError_t cudaFreeHost(void *p) {
     free(p);

@@ -1,19 +1,28 @@
 // Fuzz targets over the library's loaders, encoder, chat templates, grammar and saved sequences, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
-// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode, bpe, grammar or state.
+// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode, bpe, grammar, state or batch.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
 #define _GNU_SOURCE 1 // as os.c does, before the first header
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 
 enum { ROOM = 1 << 16 };          // bytes that an allocation may be larger than the input
 static size_t allowed = SIZE_MAX; // bytes of one allocation
 
+// Allocations that succeed before one fails; -1: all succeed. The target batch sets it.
+static int allocations_left = -1;
+
+static bool fails(void) { return allocations_left >= 0 && allocations_left-- == 0; }
+
 static void *limited_realloc(void *p, size_t size) {
     if (size > allowed) abort();
-    return realloc(p, size);
+    return fails() ? NULL : realloc(p, size);
 }
 
+static void *failing_calloc(size_t n, size_t size) { return fails() ? NULL : calloc(n, size); }
+
 #define realloc limited_realloc
+#define calloc failing_calloc
 #include "../../runtime/os.c"
 #include "../../runtime/gguf.c"
 #include "../../runtime/sha256.c"
@@ -31,6 +40,7 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/llama.c"
 #include "../../runtime/grammar.c"
 #undef realloc
+#undef calloc
 
 void print_bytes_of_model(const char *s, size_t n); // printer.c
 
@@ -338,47 +348,105 @@ static void walk_grammar(llamac_grammar *g, const uint8_t *choices, size_t n, bo
     free(text.s);
 }
 
-// The input is flags, a number of pieces, the pieces (length in a byte, text), and bytes that choose tokens of these and all bytes,
-// or characters of structure alone.
-static void grammar_target(const uint8_t *bytes, size_t size) {
-    enum { MOST = 64 };
+enum { MAX_PIECES = 64, N_MADE = 32 };
+enum { AN_OBJECT = 1, ALL_BYTES = 2, LOWER_SPACES = 4, N_KINDS_OF_GRAMMAR = 8 };
+
+// A grammar, with the vocabulary that it needs.
+typedef struct {
+    llamac_model model;
+    char texts[MAX_PIECES][8]; // of made pieces
+    llamac_grammar *grammar;
+} Vocabulary;
+
+// Begins a vocabulary with tokens of one byte: all bytes, or the characters of structure alone.
+static void begin_vocabulary(Vocabulary *v, int kind) {
     static const char structure[] = "{}[]:,\"";
     static char single[256];
-    Reader r = {.bytes = bytes, .size = size};
-    const uint8_t *head = take(&r, 2);
-    if (!head) return;
-    llamac_model m = {.stop = -1};
-    Tokenizer *t = &m.tokenizer;
-    *t = (Tokenizer){.space = head[0] & 4 ? LOWER_BLOCK : " ", .unk = 0, .bos = 1, .eos = 2, .eot = -1};
-    t->pieces = resize(NULL, 3 + 256 + MOST, sizeof *t->pieces);
+    Tokenizer *t = &v->model.tokenizer;
+    *v = (Vocabulary){.model = {.stop = -1}};
+    *t = (Tokenizer){.space = kind & LOWER_SPACES ? LOWER_BLOCK : " ", .bos = 1, .eos = 2, .eot = -1};
+    t->pieces = resize(NULL, 3 + 256 + MAX_PIECES, sizeof *t->pieces);
     t->pieces[0] = (Piece){"<unk>", 0, 5, UNKNOWN};
     t->pieces[1] = (Piece){"<s>", 0, 3, CONTROL};
     t->pieces[2] = (Piece){"</s>", 0, 4, CONTROL};
-    int n = 3;
+    t->vocab_size = 3;
     for (int i = 0; i < 256; i++) {
         single[i] = (char)i;
-        if (head[0] & 2 || (i && strchr(structure, i))) t->pieces[n++] = (Piece){&single[i], 0, 1, NORMAL};
+        if (kind & ALL_BYTES || (i && strchr(structure, i)))
+            t->pieces[t->vocab_size++] = (Piece){&single[i], 0, 1, NORMAL};
     }
-    for (int i = 0; i < head[1] % MOST; i++) {
-        const uint8_t *length = take(&r, 1), *text = length && *length % 32 ? take(&r, *length % 32) : NULL;
+}
+
+static void make_grammar(Vocabulary *v, int kind) {
+    v->grammar = llamac_grammar_json(&v->model, kind & AN_OBJECT, NULL);
+    if (!v->grammar) abort();
+}
+
+// Returns a vocabulary with random pieces of bytes that matter in JSON. Building a grammar takes
+// a hundred times as long as writing a text by it, so each of these is built once.
+static Vocabulary *made_vocabulary(int kind, int number) {
+    static Vocabulary *made[N_KINDS_OF_GRAMMAR][N_MADE];
+    static const char bytes[] = "{}[]:,\"{}[]:,\"\\\\/ \n\t00129eE+-.DdCcuufabntrels\x1f\xc3\xa9\xe2\x82\xac"
+                                "\xf0\x9f\x98\x80\xed\xa0\xf4\xe0\xff";
+    if (made[kind][number]) return made[kind][number];
+    Vocabulary *v = made[kind][number] = malloc(sizeof *v);
+    uint32_t state = number;
+    begin_vocabulary(v, kind);
+    for (int i = 0; i < MAX_PIECES; i++) {
+        int n = 0;
+        do {
+            state = state * 1664525 + 1013904223;
+            v->texts[i][n++] = bytes[(state >> 8) % (sizeof bytes - 1)];
+        } while (n < 8 && state >> 30);
+        v->model.tokenizer.pieces[v->model.tokenizer.vocab_size++] =
+            (Piece){v->texts[i], 0, n, i % 8 ? NORMAL : USER_DEFINED};
+    }
+    make_grammar(v, kind);
+    return v;
+}
+
+// The input is a kind of vocabulary; its number or, if the kind is OWN_PIECES or more, a number of
+// pieces and the pieces (length in a byte, text); and bytes that choose tokens.
+static void grammar_target(const uint8_t *bytes, size_t size) {
+    enum { OWN_PIECES = 248 };
+    Reader r = {.bytes = bytes, .size = size};
+    const uint8_t *head = take(&r, 2);
+    if (!head) return;
+    int kind = head[0] % N_KINDS_OF_GRAMMAR;
+    Vocabulary own, *v = &own;
+    if (head[0] < OWN_PIECES) v = made_vocabulary(kind, head[1] % N_MADE);
+    else begin_vocabulary(&own, kind);
+    Tokenizer *t = &v->model.tokenizer;
+    for (int i = 0; v == &own && i < head[1] % MAX_PIECES; i++) {
+        const uint8_t *length = take(&r, 1);
+        const uint8_t *text = length && *length % 32 ? take(&r, *length % 32) : NULL;
         if (!text) break;
-        t->pieces[n++] = (Piece){(const char *)text, 0, *length % 32, *length & 32 ? USER_DEFINED : NORMAL};
+        int type = *length & 32 ? USER_DEFINED : NORMAL;
+        t->pieces[t->vocab_size++] = (Piece){(const char *)text, 0, *length % 32, type};
     }
-    t->vocab_size = n;
-    llamac_grammar *g = llamac_grammar_json(&m, head[0] & 1, NULL);
-    if (!g) abort();
-    for (int i = 0; i < 2; i++, llamac_grammar_reset(g)) 
-        walk_grammar(g, bytes + r.at / (i + 1), size - r.at / (i + 1), head[0] & 1, head[0] & 2);
-    llamac_grammar_free(g);
+    if (v == &own) make_grammar(v, kind);
+    for (int i = 1; i <= 2; i++, llamac_grammar_reset(v->grammar))
+        walk_grammar(v->grammar, bytes + r.at / i, size - r.at / i, kind & AN_OBJECT, kind & ALL_BYTES);
+    if (v != &own) return;
+    llamac_grammar_free(own.grammar);
     free(t->pieces);
 }
 
-enum { STATE_TOKENS = 80 }; // max tokens of the target's sequences: two blocks of a file
+// The model of the targets state and batch. STATE_TOKENS: max tokens of a sequence, which are two
+// blocks of a file and two pages of the CPU's cache.
+enum { STATE_TOKENS = 80, STATE_VOCAB = 8 };
+
+static bool aborts; // whether the program aborts evaluations
+
+static bool abort_now(void *data) {
+    (void)data;
+    return aborts;
+}
 
 // An engine of each type of KV cache, for the smallest model of llama2.c's format v0.
 static llamac_engine *state_engine(int type) {
     static llamac_engine *engines[3];
-    static const int sizes[] = {/*dim*/ 4, /*hidden_dim*/ 4, /*n_layers*/ 2, /*n_heads*/ 2, /*n_kv_heads*/ 1, /*vocab_size*/ 8, STATE_TOKENS};
+    static const int sizes[] = {/*dim*/ 4, /*hidden_dim*/ 4, /*n_layers*/ 2, /*n_heads*/ 2, /*n_kv_heads*/ 1, STATE_VOCAB, STATE_TOKENS};
     static const int kv_bits[] = {32, 16, 8};
     static float file[2048];
     if (engines[type]) return engines[type];
@@ -388,7 +456,8 @@ static llamac_engine *state_engine(int type) {
     }
     for (size_t n = 28; n < sizeof file && !engines[type]; n += 4) { // the loader knows the size
         llamac_model *m = llamac_open_memory(file, n, LLAMAC_NO_TOKENIZER, NULL);
-        if (m) engines[type] = llamac_start(m, &(llamac_options){.kv_bits = kv_bits[type], .n_threads = 1}, NULL);
+        llamac_options options = {.kv_bits = kv_bits[type], .n_threads = 1, .abort = abort_now};
+        if (m) engines[type] = llamac_start(m, &options, NULL);
     }
     if (!engines[type]) abort();
     return engines[type];
@@ -437,6 +506,236 @@ static void state_target(uint8_t *bytes, size_t size) {
     free(file);
 }
 
+// ----------------------------------------------------------------------------
+// Sequences of one engine
+
+enum { SLOTS = 4, MAX_RUNS = 5, MAX_RUN = 48, MAX_BATCH = MAX_RUNS * MAX_RUN, MAX_CALLS = 16 };
+
+// A sequence, and the tokens that it must have.
+typedef struct {
+    llamac_sequence *s; // NULL: the slot is empty
+    int tokens[STATE_TOKENS], n;
+} Slot;
+
+typedef struct {
+    const uint8_t *bytes;
+    size_t size, at;
+    llamac_engine *engine;
+    int type; // of the engine's KV cache
+    bool may_fail; // an allocation fails in this call, or the program aborts it
+    Slot slots[SLOTS];
+} BatchTest;
+
+// Returns a number 0..n-1 by the next byte of the input, 0 after its end.
+static int choice(BatchTest *t, int n) { return t->at < t->size ? t->bytes[t->at++] % n : 0; }
+
+// Returns the logits (STATE_VOCAB,) after n tokens that a sequence of their own evaluates in one
+// call. Keeps them, because many inputs begin alike. tests/batches.c compares such calls with those
+// of one token each.
+static const float *logits_alone(const BatchTest *t, const int *tokens, int n) {
+    static struct {
+        uint64_t key; // hash of the engine's type and the tokens; 0: unused
+        float logits[STATE_VOCAB];
+    } known[1 << 15], *places[STATE_TOKENS + 1];
+    uint64_t keys[STATE_TOKENS + 1] = {0xcbf29ce484222325 * (t->type + 1)}; // FNV-1a
+    for (int i = 1; i <= n; i++) {
+        keys[i] = (keys[i - 1] ^ (uint64_t)tokens[i - 1]) * 0x100000001b3;
+        places[i] = &known[keys[i] * 0x9e3779b97f4a7c15 >> 49];
+    }
+    if (places[n]->key == keys[n]) return places[n]->logits;
+    llamac_sequence *s = llamac_sequence_new(t->engine, NULL);
+    llamac_batch_token batch[STATE_TOKENS];
+    for (int i = 0; i < n; i++) batch[i] = (llamac_batch_token){s, tokens[i], i, true};
+    if (!llamac_evaluate(t->engine, batch, n, NULL)) abort();
+    for (int i = 1; i <= n; i++) {
+        places[i]->key = keys[i];
+        memcpy(places[i]->logits, llamac_batch_logits(t->engine, i - 1), sizeof places[i]->logits);
+    }
+    llamac_sequence_free(s);
+    return places[n]->logits;
+}
+
+// Checks that a sequence has the tokens of its slot: all of them or, after a failure, at least
+// `kept`.
+static void check_tokens(Slot *slot, int kept) {
+    int n = llamac_sequence_length(slot->s);
+    if (n > slot->n || n < kept) abort();
+    if (n && memcmp(llamac_sequence_tokens(slot->s), slot->tokens, n * sizeof(int))) abort();
+    slot->n = n;
+}
+
+// Checks that a call has failed if it had to, and only with a message.
+static void check_result(const BatchTest *t, bool ok, bool wrong, const llamac_error *error) {
+    if (ok ? wrong : !wrong && !t->may_fail) abort();
+    if (ok != !error->text[0]) abort();
+}
+
+static void free_slot(Slot *slot) {
+    llamac_sequence_free(slot->s);
+    *slot = (Slot){0};
+}
+
+// Puts a sequence with the first n tokens of another into a slot.
+static void fill_slot(Slot *slot, llamac_sequence *s, const Slot *from, int n) {
+    Slot filled = {.s = s, .n = n};
+    memcpy(filled.tokens, from->tokens, n * sizeof(int));
+    free_slot(slot);
+    *slot = filled;
+    check_tokens(slot, n);
+}
+
+// Adds a run of tokens of a random sequence to the batch, mostly at its end. Returns false if the
+// batch cannot be evaluated with them. begins (SLOTS,): how many tokens of each sequence stay, or
+// -1 if the batch has none of it.
+static bool add_run(BatchTest *t, llamac_batch_token *batch, int *n, int *begins) {
+    int i = choice(t, SLOTS), count = choice(t, 256), how = choice(t, 256);
+    int token = choice(t, STATE_VOCAB);
+    Slot *slot = &t->slots[i];
+    if (!slot->s) return true;
+    count = 1 + (count < 200 ? count % 6 : count % MAX_RUN); // few, mostly
+    if (begins[i] < 0) begins[i] = slot->n = how % 4 ? slot->n : how / 4 % (slot->n + 1);
+    bool right = how < 254 && slot->n + count <= STATE_TOKENS;
+    int pos = slot->n + (how == 254);
+    for (int k = 0; k < count; k++, pos++, token = (token + 3) % STATE_VOCAB) {
+        bool wanted = how & 16 ? k == count - 1 : how & 32 && k % 3 == 0;
+        batch[(*n)++] = (llamac_batch_token){slot->s, how == 255 ? -1 : token, pos, wanted};
+        if (right) slot->tokens[slot->n++] = token;
+    }
+    return right;
+}
+
+// Compares the logits of a batch with those of each sequence alone.
+static void check_logits(const BatchTest *t, const llamac_batch_token *batch, int n) {
+    static float found[MAX_BATCH][STATE_VOCAB]; // the next call overwrites the engine's
+    for (int i = 0; i < n; i++) {
+        const float *logits = llamac_batch_logits(t->engine, i);
+        if (!logits != !batch[i].logits) abort();
+        if (logits) memcpy(found[i], logits, sizeof *found);
+    }
+    for (int i = 0; i < n; i++) {
+        const Slot *slot = t->slots;
+        if (!batch[i].logits) continue;
+        while (slot->s != batch[i].sequence) slot++;
+        const float *alone = logits_alone(t, slot->tokens, batch[i].position + 1);
+        if (memcmp(found[i], alone, sizeof *found)) abort();
+    }
+}
+
+static void evaluate_batch(BatchTest *t) {
+    llamac_batch_token batch[MAX_BATCH];
+    llamac_error error;
+    int n = 0, begins[SLOTS] = {-1, -1, -1, -1};
+    bool right = true;
+    Slot before[SLOTS];
+    memcpy(before, t->slots, sizeof before);
+    for (int runs = 1 + choice(t, MAX_RUNS); runs > 0 && right; runs--)
+        right = add_run(t, batch, &n, begins);
+    bool ok = llamac_evaluate(t->engine, batch, n, &error);
+    check_result(t, ok, !right || !n, &error);
+    allocations_left = -1, aborts = false;
+    if (!ok) memcpy(t->slots, before, sizeof before);
+    for (int i = 0; i < SLOTS; i++) {
+        Slot *slot = &t->slots[i];
+        if (slot->s) check_tokens(slot, ok || begins[i] < 0 ? slot->n : begins[i]);
+    }
+    if (ok) check_logits(t, batch, n);
+}
+
+// Samples with settings that are mostly valid, from the logits of a sequence or of a token of the
+// last call.
+static void sample_slot(BatchTest *t, const Slot *slot) {
+    static const float odd[] = {
+        0,         1,      0.5f,   0.9f,   -1,     100,   NAN,   INFINITY,
+        -INFINITY, 1e-45f, 1e-40f, 3e-39f, 1e-30f, 1e30f, 3e38f, -3e38f};
+    enum { N_ODD = sizeof odd / sizeof *odd, MAX_BIASES = 3 };
+    float biases[MAX_BIASES], before[STATE_VOCAB];
+    int bias_tokens[MAX_BIASES];
+    uint8_t mask[STATE_VOCAB];
+    llamac_sampler s = {.temperature = 1, .state = t->at};
+    float *fields[] = {&s.temperature,    &s.topp,              &s.minp,
+                       &s.repeat_penalty, &s.frequency_penalty, &s.presence_penalty};
+    for (int n = choice(t, 4); n > 0; n--) {
+        float *field = fields[choice(t, 6)];
+        *field = odd[choice(t, N_ODD)];
+    }
+    s.topk = choice(t, STATE_VOCAB + 2), s.penalty_tokens = choice(t, 5) - 1;
+    s.n_biases = choice(t, MAX_BIASES + 1), s.bias_tokens = bias_tokens, s.biases = biases;
+    for (int k = 0; k < s.n_biases; k++) {
+        bias_tokens[k] = choice(t, STATE_VOCAB);
+        biases[k] = odd[choice(t, N_ODD)];
+    }
+    int bits = choice(t, 256);
+    for (int k = 0; k < STATE_VOCAB; k++) mask[k] = bits >> k & 1;
+    if (bits) s.allowed = mask;
+    int i = choice(t, 24) - 8; // -1 or less: from the logits of the sequence
+    const float *logits = i < 0 ? llamac_logits(slot->s) : llamac_batch_logits(t->engine, i);
+    if (logits) memcpy(before, logits, sizeof before);
+    llamac_error error;
+    int token = i < 0 ? llamac_sample(slot->s, &s, &error)
+                      : llamac_sample_at(t->engine, i, &s, &error);
+    if ((token < 0) != (error.text[0] != 0) || token >= STATE_VOCAB) abort();
+    if (logits && memcmp(before, logits, sizeof before)) abort();
+    if (token < 0) return;
+    if (!logits || (s.allowed && !mask[token])) abort();
+    for (int k = 0; k < s.n_biases; k++)
+        if (bias_tokens[k] == token && isinf(biases[k])) abort();
+}
+
+// Saves a sequence and loads it into a slot.
+static void save_and_load(BatchTest *t, const Slot *from, Slot *to) {
+    static char path[64];
+    llamac_error error;
+    if (!*path) snprintf(path, sizeof path, "/dev/shm/llamac-fuzz-%d", (int)getpid());
+    bool ok = llamac_sequence_save(from->s, path, &error);
+    check_result(t, ok, false, &error);
+    if (ok) {
+        llamac_sequence *loaded = llamac_sequence_load(t->engine, path, &error);
+        check_result(t, loaded, false, &error);
+        if (loaded) fill_slot(to, loaded, from, from->n);
+    }
+    unlink(path);
+}
+
+// One call, or two.
+static void call(BatchTest *t) {
+    llamac_error error;
+    int what = choice(t, 256), n;
+    Slot *slot = &t->slots[choice(t, SLOTS)], *other = &t->slots[choice(t, SLOTS)];
+    t->may_fail = what >= 224;
+    if (what >= 240) allocations_left = choice(t, 8);
+    aborts = what >= 224 && what < 240;
+    if (what % 8 >= 5) evaluate_batch(t);
+    else if (!slot->s) {
+        llamac_sequence *s = llamac_sequence_new(t->engine, &error);
+        check_result(t, s, false, &error);
+        if (s) slot->s = s;
+    } else if (what % 8 == 0) {
+        n = choice(t, slot->n + 2);
+        llamac_sequence *copy = llamac_sequence_copy(slot->s, n, &error);
+        check_result(t, copy, n > slot->n, &error);
+        if (copy) fill_slot(other, copy, slot, n);
+    } else if (what % 8 == 1) {
+        n = choice(t, slot->n + 2);
+        bool ok = llamac_sequence_truncate(slot->s, n, &error);
+        check_result(t, ok, n > slot->n, &error);
+        if (ok) slot->n = n;
+        check_tokens(slot, ok ? n : 0);
+    } else if (what % 8 == 2) sample_slot(t, slot);
+    else if (what % 8 == 3) save_and_load(t, slot, other);
+    else if (choice(t, 2)) free_slot(slot);
+    allocations_left = -1, aborts = false;
+}
+
+// The input is a byte, which chooses the engine, and bytes that choose calls on up to SLOTS
+// sequences.
+static void batch_target(const uint8_t *bytes, size_t size) {
+    if (!size) return;
+    BatchTest t = {.bytes = bytes, .size = size, .at = 1, .type = bytes[0] % 3};
+    t.engine = state_engine(t.type);
+    for (int calls = 0; t.at < t.size && calls < MAX_CALLS; calls++) call(&t);
+    for (int i = 0; i < SLOTS; i++) free_slot(&t.slots[i]);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const char *const versions[] = {"v0", "v1", "v2"};
     static const char *target;
@@ -447,7 +746,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
     if (!bytes) abort();
     if (size) memcpy(bytes, data, size);
-    bool file = strcmp(target, "encode") && strcmp(target, "bpe") && strcmp(target, "grammar") && strcmp(target, "state");
+    bool file = strcmp(target, "encode") && strcmp(target, "bpe") && strcmp(target, "grammar") && strcmp(target, "state")
+                && strcmp(target, "batch");
     allowed = file ? size + ROOM : SIZE_MAX;
     for (int version = 0; version < 3; version++)
         if (!strcmp(target, versions[version])) model_target(bytes, size, version, false);
@@ -458,6 +758,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!strcmp(target, "bpe")) bpe_target(bytes, size);
     if (!strcmp(target, "grammar")) grammar_target(bytes, size);
     if (!strcmp(target, "state")) state_target(bytes, size);
+    if (!strcmp(target, "batch")) batch_target(bytes, size);
     allowed = SIZE_MAX;
     free(bytes);
     return 0;

@@ -20,7 +20,8 @@ from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
 
 SPACE = "▁"
-TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe", "grammar", "state"]
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe",
+           "grammar", "state", "batch"]
 
 
 def vocabulary(byte_fallback, prefix=True, remove=False):
@@ -110,9 +111,12 @@ def write_seeds(folder):
            "tru", "true", "ue", "null", "l,", "\n", "  ", "\n}", "1,", "é", "😀", "a\"}", ',"":1}']
     halves = [b"\xc3", b"\xa9\"", b"\xf0\x9f", b"\x98\x80", b"\xed\xa0", b"\xe6\x97"]
     packed = b"".join(bytes([len(p)]) + p for p in [text.encode() for text in odd] + halves)
-    for head in range(8):
-        (folder / "grammar" / f"{head}").write_bytes(bytes([head, len(odd) + len(halves)]) + packed + text * (1 + head % 4))
+    for kind in range(8):  # of vocabularies; the last eight numbers have pieces of their own
+        (folder / "grammar" / f"{kind}").write_bytes(bytes([kind, kind]) + text * (1 + kind % 4))
+        own = bytes([248 + kind, len(odd) + len(halves)]) + packed + text * (1 + kind % 4)
+        (folder / "grammar" / f"{kind}-own").write_bytes(own)
     write_states(folder / "state")
+    write_calls(folder / "batch")
 
 
 def write_states(folder):
@@ -132,6 +136,16 @@ def write_states(folder):
                 else:
                     data += numbers.astype(f"<f{bits // 8}").tobytes()
             (folder / f"{bits}-{n}").write_bytes(bytes([kind]) + data + bytes(32))
+
+
+def write_calls(folder):
+    """Random calls, after those that begin two sequences, with each type of the KV cache."""
+    rng = np.random.default_rng(1)
+    for kind in range(3):
+        for length in (40, 200, 600):
+            new = bytes([0, 0, 1, 0, 1, 2])  # (call, slot, other slot) of each
+            calls = rng.integers(0, 256, length, dtype=np.uint8).tobytes()
+            (folder / f"{kind}-{length}").write_bytes(bytes([kind]) + new + calls)
 
 
 if __name__ == "__main__":
