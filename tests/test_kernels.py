@@ -16,7 +16,8 @@ from .test_run import FORMS, ISAS, LAYER, TEXT, Model, assert_close, ids_of, log
 ARM = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
 needs_arm = pytest.mark.skipif(not all(map(shutil.which, ARM)), reason=f"needs {' and '.join(ARM)}")
 QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
-ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", "neondot"]}  # without and with the dot product
+ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", "neondot"],  # the dot product,
+            "max": ["scalar", "neon", "neondot", "neoni8mm"]}  # and that of matrices
 
 
 @pytest.mark.parametrize("flags", [pytest.param(SANITIZE, marks=pytest.mark.slow, id="sanitizers"), pytest.param(["-O3"], id="optimised")])
@@ -113,7 +114,7 @@ def write_names_away(path, headers, macros, names):
     path.write_text("\n".join(lines) + "\n")
 
 
-LINUX_MACROS = "MADV_HUGEPAGE CPU_COUNT CPU_ISSET AT_HWCAP HWCAP_ASIMDDP MAP_POPULATE MAP_HUGETLB"
+LINUX_MACROS = "MADV_HUGEPAGE CPU_COUNT CPU_ISSET AT_HWCAP HWCAP_ASIMDDP AT_HWCAP2 HWCAP2_I8MM MAP_POPULATE MAP_HUGETLB"
 LINUX_NAMES = "cpu_set_t sched_getaffinity sched_setaffinity pthread_setaffinity_np getauxval mremap memfd_create get_nprocs"
 HEADERS = ("errno.h fcntl.h limits.h math.h pthread.h sched.h signal.h stdatomic.h stdio.h stdlib.h string.h sys/auxv.h "
            "sys/mman.h sys/resource.h sys/stat.h time.h unistd.h")
