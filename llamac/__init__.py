@@ -113,6 +113,7 @@ FUNCTIONS = {
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
     "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
+    "sample_at_sized": (c_int, ENGINE, c_int, POINTER(Sampler), c_size_t, ERROR),
     "grammar_json": (GRAMMAR, MODEL, c_bool, ERROR),
     "grammar_free": (None, GRAMMAR),
     "grammar_reset": (None, GRAMMAR),
@@ -342,6 +343,15 @@ class Engine:
         with self.using():
             return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
                                  self.model)
+
+    def sample(self, i, sampler):
+        """
+        Return a next token, drawn from the logits of token i of the latest call, counted as in
+        logits(). Penalties are for the tokens of its sequence up to that one.
+        """
+        with self.using():
+            return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
+                        ctypes.sizeof(sampler))
 
 
 class Sequence:

@@ -333,6 +333,16 @@ static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampl
     return llamac_sample_sized(sequence, sampler, sizeof *sampler, error);
 }
 
+// Samples the token after token i of the engine's last call, whose logits must have been computed.
+// The penalties are then for the tokens of its sequence up to token i. Otherwise as llamac_sample.
+// Fails if the sequence was freed since the call.
+LLAMAC_API int llamac_sample_at_sized(llamac_engine *, int i, llamac_sampler *, size_t size,
+                                      llamac_error *);
+static inline int llamac_sample_at(llamac_engine *engine, int i, llamac_sampler *sampler,
+                                   llamac_error *error) {
+    return llamac_sample_at_sized(engine, i, sampler, sizeof *sampler, error);
+}
+
 // ----------------------------------------------------------------------------
 // Grammar
 

@@ -122,12 +122,15 @@ def test_logits_equal_transformers(models):
     rows = np.stack([engine.logits(i) for i in range(len(tokens))])
     assert rows.shape == expected.shape and np.allclose(rows, expected, atol=2e-3)
     assert (sequence.logits == rows[-1]).all() and (sequence.tokens == tokens).all() and len(sequence) == len(tokens)
+    assert [engine.sample(i, llamac.Sampler()) for i in range(len(tokens))] == rows.argmax(1).tolist()
     before = rows[-1].copy()
     last = sequence.logits
     sequence.forward(tokens[:3][::-1].copy(), 0)
     assert sequence.logits.shape == (300,) and len(sequence) == 3 and not (sequence.logits == last).all()
     with pytest.raises(llamac.Error, match="no logits"):
         engine.logits(0)  # forward computes those of its last token
+    with pytest.raises(llamac.Error, match="no logits of token 0"):
+        engine.sample(0, llamac.Sampler())
     del model, sequence, engine, tokens
     gc.collect()
     assert (last == before).all()
