@@ -165,7 +165,7 @@ static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
 
 // Refuses a file that llama-gguf-split wrote as one part of a model.
 static bool refuse_split(const Value *values, Error *e) {
-    int part, parts;
+    int part = 0, parts = 0; // gcc for ARM cannot tell that both are always set
     TRY(llamac_get_int(values, SPLIT_COUNT, 1, &parts, e));
     TRY(llamac_get_int(values, SPLIT_NO, 0, &part, e));
     CHECK(parts < 2,

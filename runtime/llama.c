@@ -519,8 +519,8 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
           kv);
     engine->kernels = llamac_choose_kernels(o->isa);
     CHECK(engine->kernels,
-          "'%.40s' is no instruction set of this machine, expected scalar, avx2, avx512, "
-          "avx512bf16, neon or neondot",
+          "'%.40s' is no instruction set of this machine, expected scalar, avx2, avxvnni, "
+          "avx512bw, avx512, avx512bf16, neon, neondot or neoni8mm",
           o->isa);
     engine->positions = o->positions ? o->positions : c->seq_len;
     engine->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();

@@ -206,8 +206,8 @@ typedef struct {
     // fails and the engine can be used again. May be NULL
     bool (*abort)(void *data);
     void *data; // for `progress` and `abort`
-    // CPU: name of an instruction set that the kernels must use, for tests: scalar, avx2, avx512,
-    // avx512bf16, neon or neondot. NULL: the best that the machine has
+    // CPU: name of an instruction set that the kernels must use, for tests: scalar, avx2, avxvnni,
+    // avx512bw, avx512, avx512bf16, neon, neondot or neoni8mm. NULL: the best that the machine has
     const char *isa;
 } llamac_options;
 

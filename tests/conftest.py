@@ -18,7 +18,8 @@ SANITIZE = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover
 LIBRARY = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("runtime/**/*.c"))
 PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
-ISAS = [f for f in LIBRARY if Path(f).stem in ("avx2", "avx512", "neon", "neondot")]  # most of the compiling
+SETS = ("avx2", "avxvnni", "avx512bw", "avx512", "neon", "neondot", "neoni8mm")
+ISAS = [f for f in LIBRARY if Path(f).stem in SETS]  # most of the compiling
 BACKEND = ("cpu", "products", "attention")  # the files of runtime/cpu that tests of the backend include
 KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).stem not in BACKEND] + ["runtime/os.c"]  # beside them
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs

@@ -180,6 +180,26 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
     free(x), free(row), free(b), free((void *)m.data), free((void *)m.scales);
 }
 
+// Products of a quantised type with tiles: the same of each instruction set, to the last bit. Its sums of products of bytes are
+// exact, and what follows is, for a row, the same multiplications and additions in the same order.
+static void same_products(const Kernels *const *found, int n, Type type) {
+    int cols = columns_of(type), rows = 1 + below(60), T = 1 + below(30);
+    Mat m = matrix(type, rows, cols);
+    size_t size = (size_t)T * rows;
+    float *x = floats((size_t)T * cols), *out = malloc(size * sizeof *out), *first = malloc(size * sizeof *first);
+    Block *blocks = malloc((size_t)T * (cols / 32) * sizeof *blocks);
+    llamac_reference.quantize(blocks, x, T * (cols / 32));
+    Activations a = {.blocks = blocks, .cols = cols, .T = T};
+    for (int i = 0; i < n && is_quantised(&m) && has_tiles(found[i]); i++) {
+        Cpu cpu = {.kernels = found[i]};
+        Worker me = {.cpu = &cpu, .scratch = malloc(ROWS * (cols + 1 + T + found[i]->tokens) * sizeof(float))};
+        llamac_multiply_rows(&me, &(Product){i ? out : first, &m, false}, &a, 0, rows);
+        if (i) compare_bytes(found[i], "products of bytes", out, first, size * sizeof *out);
+        free(me.scratch);
+    }
+    free(x), free(out), free(first), free(blocks), free((void *)m.data), free((void *)m.scales);
+}
+
 // What swiglu_rows makes of many tokens, their norm taken on the way, beside the same one step after the other: the very same.
 static void gated_of(const Kernels *k, Type type) {
     int cols = columns_of(type), quantised = block_size(type).numbers > 1;
@@ -439,6 +459,8 @@ int main(int argc, char **argv) {
                 gated_of_one(found[i], types[j]);
                 if (has_tiles(found[i])) gated_of(found[i], types[j]);
             }
+    for (int round = 0; round < rounds; round++)
+        for (int j = 3; j < TYPES; j++) same_products(found, n, types[j]);
     for (int i = 0; i < n && has_tiles(found[i]); i++) example_of_a_tile(found[i]);
     for (int i = 0; i < n; i++) printf("%s ", found[i]->name);
     printf("%s\n", failed ? "differ" : "agree");

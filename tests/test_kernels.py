@@ -16,7 +16,8 @@ from .test_run import FORMS, ISAS, LAYER, TEXT, Model, assert_close, ids_of, log
 ARM = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
 needs_arm = pytest.mark.skipif(not all(map(shutil.which, ARM)), reason=f"needs {' and '.join(ARM)}")
 QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
-ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", "neondot"]}  # without and with the dot product
+ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", "neondot"],  # the dot product,
+            "max": ["scalar", "neon", "neondot", "neoni8mm"]}  # and that of matrices
 
 
 @pytest.mark.parametrize("flags", [pytest.param(SANITIZE, marks=pytest.mark.slow, id="sanitizers"), pytest.param(["-O3"], id="optimised")])
@@ -26,6 +27,20 @@ def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
         found = subprocess.run([program, str(seed), "40"], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout + found.stderr
         assert set(found.stdout.split()) == {*ISAS, "agree"}
+
+
+ON_AVX2 = ["-O1", "-Wno-psabi", "-Itests/x86_on_avx2"]  # whose headers emulate other processors
+has_avx2 = platform.machine() == "x86_64" and "avx2" in ISAS and shutil.which("gcc")
+
+
+@pytest.mark.slow  # a minute of compiling
+@pytest.mark.skipif(not has_avx2, reason="needs a processor with AVX2, and gcc")
+def test_kernels_for_other_x86_processors_compute_what_plain_c_does(tmp_path):
+    """Those for AVX-VNNI and AVX-512, emulated whatever this machine has."""
+    program = compile_c(tmp_path / "kernels", *ON_AVX2, "tests/kernels.c", *KERNELS, compiler="gcc")
+    found = subprocess.run([program, "1", "6"], capture_output=True, text=True)
+    names = ["avx512bf16", "avx512", "avx512bw", "avxvnni", "avx2", "scalar", "agree"]
+    assert found.stdout.split() == names, found.stdout + found.stderr
 
 
 @pytest.mark.slow  # its figures are times
@@ -99,7 +114,7 @@ def write_names_away(path, headers, macros, names):
     path.write_text("\n".join(lines) + "\n")
 
 
-LINUX_MACROS = "MADV_HUGEPAGE CPU_COUNT CPU_ISSET AT_HWCAP HWCAP_ASIMDDP MAP_POPULATE MAP_HUGETLB"
+LINUX_MACROS = "MADV_HUGEPAGE CPU_COUNT CPU_ISSET AT_HWCAP HWCAP_ASIMDDP AT_HWCAP2 HWCAP2_I8MM MAP_POPULATE MAP_HUGETLB"
 LINUX_NAMES = "cpu_set_t sched_getaffinity sched_setaffinity pthread_setaffinity_np getauxval mremap memfd_create get_nprocs"
 HEADERS = ("errno.h fcntl.h limits.h math.h pthread.h sched.h signal.h stdatomic.h stdio.h stdlib.h string.h sys/auxv.h "
            "sys/mman.h sys/resource.h sys/stat.h time.h unistd.h")
@@ -123,16 +138,18 @@ def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of the x86 kernels")
 def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
-    """A stand-in for GCC 9, which has neither the intrinsics nor the processor's feature by name."""
-    write_names_away(tmp_path / "gcc9.h", "immintrin.h", "", "_mm512_dpbf16_ps _mm512_cvtneps_pbh __m512bh")
+    """A stand-in for GCC 9, which has neither these intrinsics nor the processors' features by name."""
+    write_names_away(tmp_path / "gcc9.h", "immintrin.h", "_mm256_dpbusd_avx_epi32",
+                     "_mm512_dpbf16_ps _mm512_cvtneps_pbh __m512bh _mm256_dpbusd_avx_epi32")
     older, objects = ["-O0", "-U__GNUC__", "-D__GNUC__=9", "-include", tmp_path / "gcc9.h"], []
-    whole = [source for source in PROGRAM if source not in SETS or "avx512" in source]
+    whole = [source for source in PROGRAM if source not in SETS or Path(source).stem in ("avx512", "avxvnni")]
     for source in set(SETS) - set(whole):  # as above
         subprocess.run(["gcc", "-std=c11", *older, "-fsyntax-only", source], check=True, cwd=ROOT)
         objects.append(compile_c(tmp_path / f"{Path(source).stem}.o", "-O3", "-c", source))
     compile_c(tmp_path / "run", *older, *whole, *objects, compiler="gcc")
     Model().write_gguf(tmp_path / "m.gguf")
-    assert "LLAMAC_ISA" in run(tmp_path / "run", tmp_path / "m.gguf", status=1, isa="avx512bf16")
+    for isa in "avx512bf16", "avxvnni":
+        assert "LLAMAC_ISA" in run(tmp_path / "run", tmp_path / "m.gguf", status=1, isa=isa)
 
 
 @pytest.mark.parametrize("flags", ["-Ofast", "-O3 -ffast-math", "-O3 -ffinite-math-only"])

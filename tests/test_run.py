@@ -230,9 +230,11 @@ def two_models(folder):
 def instruction_sets():
     """Those that this machine has."""
     flags = Path("/proc/cpuinfo").read_text().split()
-    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
-    known = {"avx2": {"avx2", "fma"}, "avx512": avx512, "avx512bf16": avx512 | {"avx512_bf16"}, "neon": {"asimd"},
-             "neondot": {"asimd", "asimddp"}}
+    avx2, avx512bw = {"avx2", "fma"}, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    avx512 = avx512bw | {"avx512_vnni"}
+    known = {"avx2": avx2, "avxvnni": avx2 | {"avx_vnni"}, "avx512bw": avx512bw, "avx512": avx512,
+             "avx512bf16": avx512 | {"avx512_bf16"}, "neon": {"asimd"}, "neondot": {"asimd", "asimddp"},
+             "neoni8mm": {"asimd", "asimddp", "i8mm"}}
     return ["scalar"] + [isa for isa, needed in known.items() if needed <= set(flags)]
 
 

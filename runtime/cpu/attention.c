@@ -5,15 +5,14 @@
 // ----------------------------------------------------------------------------
 // RoPE
 
-// The indices in a head of the two numbers that pair i rotates.
+// Return the indices in a head of the two numbers of pair i, which RoPE rotates together.
 static int first_of_pair(const Config *c, int i) { return c->rope_halves ? i : 2 * i; }
 static int second_of_pair(const Config *c, int i) {
     return c->rope_halves ? i + c->head_dim / 2 : 2 * i + 1;
 }
 
-// Computes the rotations of RoPE for positions 0..positions-1 that are still missing.
-// Angles (position * frequency) are in double precision: at position 2000, a float would be off by
-// 1e-4 radians.
+// Computes the missing rotations of positions below `positions`. Angles (position * frequency) are
+// in double precision: at position 2000, a float would be off by 1e-4 radians.
 static void extend_rotations(Cpu *cpu, int positions) {
     const Config *c = &cpu->config;
     for (; cpu->n_rotations < positions; cpu->n_rotations++) {
@@ -33,13 +32,14 @@ static void extend_rotations(Cpu *cpu, int positions) {
 // The KV cache. In a page, keys are stored in tiles (head_dim, TILE) with a column for each of TILE
 // positions, values in rows (value_width,), one for each position
 
-// The keys and values of one KV head of a layer in a page, from a position on.
+// Where a page has the keys and values of one KV head of a layer, from a position on.
 typedef struct {
     char *keys, *values;
     float *key_scales, *value_scales; // NULL if the cache has no scales
 } CachedHead;
 
-// Returns the view into the page of position `pos`, from `pos` on, which is a multiple of TILE.
+// Returns the keys and values from position `pos` on, a multiple of TILE, in the page that has this
+// position.
 static CachedHead cache_at(const Cpu *cpu, const Cache *cache, int layer, int head, int pos) {
     size_t size = number_size(cpu->kv_type);
     size_t row = (layer * (size_t)cpu->config.n_kv_heads + head) * PAGE + pos % PAGE;
@@ -60,7 +60,8 @@ static float to_bytes(int8_t *out, const float *x, int n) {
     }
     float inverse = max > 1e-30f ? 127 / max : 0;
     for (int i = 0; i < n; i++) {
-        // the sum is so large that its lowest bits are the rounded integer
+        // floats near 1.5 * 2^23 have no fraction: the addition rounds to an integer and leaves
+        // it in the lowest bits of the float
         float rounded = x[i] * inverse + 0x1.8p23f;
         int32_t bits;
         memcpy(&bits, &rounded, 4);
@@ -146,7 +147,7 @@ static void finish_tokens(Worker *self, const void *args, int begin, int end) {
 // (online softmax, Milakov 2018). So the result does not depend on how the work is divided: among
 // threads, among calls, or among tokens that a kernel processes at once
 
-// The softmax of some positions: the largest score, and the sum of exp(score - max).
+// The softmax of some positions: the largest score, and the sum of exp((score - max) * scale).
 typedef struct { float max, sum; } Softmax;
 
 // Returns the first position that the token at `pos` attends to, 0 unless there is a sliding
@@ -177,9 +178,10 @@ static void multiply_scales(const Cpu *cpu, const Range *r, float *p, int begin,
     }
 }
 
-// Turns the scores p[begin..end-1] of a token into weights exp(score - max), times the scales of
-// the values if the cache has scales. Positions are counted from the start of the range.
-static Softmax weigh(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
+// Turns the scores p[begin..end-1] of a token into weights exp((score - max) * scale). If the cache
+// has scales, first multiplies the scores by those of the keys, at last the weights by those of the
+// values. Positions are counted from the start of the range.
+static Softmax weights_of_scores(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
     const Kernels *k = cpu->kernels;
     Softmax s;
     if (cpu->kv_type == INT8_GROUPS) multiply_scales(cpu, r, p, begin, end, false);
@@ -189,16 +191,20 @@ static Softmax weigh(const Cpu *cpu, const Range *r, float *p, int begin, int en
     return s;
 }
 
-// Adds a range to the attention of a token: `out` (width,) and *s are those of the ranges before
-// it, `part` and `p` its own. Scales down whichever has the lower max. It is never inlined, because
-// a compiler might round its sums differently in different places.
+// Merges a range into the ranges before it. `part` (width,) has the weighted sums of the range, p
+// its softmax; `out` (width,) and *s have those of the ranges before it. Scales down the ones with
+// the lower max, because weights are relative to their max. Is never inlined, because a compiler
+// might round its sums differently in different places.
 static __attribute__((noinline)) void merge(float *out, Softmax *s, const float *part, Softmax p,
                                             float scale, int width) {
-    float old = 1, new = 1;
-    if (!(p.max <= s->max)) old = expf((s->max - p.max) * scale), s->max = p.max; // larger, or NaN
-    else new = expf((p.max - s->max) * scale);
-    s->sum = s->sum * old + p.sum * new;
-    for (int d = 0; d < width; d++) out[d] = out[d] * old + part[d] * new;
+    float out_factor = 1, part_factor = 1;
+    if (p.max <= s->max) part_factor = expf((p.max - s->max) * scale);
+    else { // larger, or NaN
+        out_factor = expf((s->max - p.max) * scale);
+        s->max = p.max;
+    }
+    s->sum = s->sum * out_factor + p.sum * part_factor;
+    for (int d = 0; d < width; d++) out[d] = out[d] * out_factor + part[d] * part_factor;
 }
 
 // ----------------------------------------------------------------------------
@@ -219,8 +225,8 @@ static Group group_in(const Cpu *cpu, float *scratch) {
     return g;
 }
 
-// Computes the scores of positions begin..end-1 of a range, page by page, or mixes their values with
-// the weights g.p.
+// Calls Kernels.scores, or Kernels.mix with the weights g.p, for positions begin..end-1 of a range,
+// page by page.
 static void attend_pages(const Cpu *cpu, Attention *a, const Range *r, Group g, int begin, int end,
                          void (*kernel)(const Attention *)) {
     for (int i = begin, next; i < end; i = next) {
@@ -245,11 +251,11 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
                    .type = cpu->kv_type,
                    .head_dim = c->head_dim,
                    .width = cpu->value_width};
-    int first = begin / TILE * TILE; // position of the tile of `begin`
+    int first = begin / TILE * TILE; // first position of the tile that has `begin`
     attend_pages(cpu, &a, r, g, first, end, cpu->kernels->scores);
     for (int q = 0; q < item->n; q++) {
         float *p = g.p + q * KV_RANGE;
-        s[q] = weigh(cpu, r, p, begin, end);
+        s[q] = weights_of_scores(cpu, r, p, begin, end);
         memset(p + first, 0, (begin - first) * sizeof *p);
     }
     attend_pages(cpu, &a, r, g, first, end, cpu->kernels->mix);
@@ -287,7 +293,8 @@ static void attend_group(Worker *self, const AttentionArgs *a, const AttentionIt
 }
 
 // Returns where the results of a range of a query head are stored if ranges are split among
-// threads: max, sum, then (value_width,) sums. `range` counts the ranges of all tokens of the batch.
+// threads: max, sum, then (value_width,) weighted sums. `range` counts the ranges of all tokens of
+// the batch.
 static float *partial_at(const Cpu *cpu, int range, int head) {
     size_t index = (size_t)range * cpu->config.n_heads + head;
     return cpu->partials + index * (2 + cpu->value_width);
@@ -346,10 +353,10 @@ static void merge_partials(Worker *self, const void *args, int begin, int end) {
 
 enum { SPAN = CHUNK };
 
-// Returns the max tokens of a span for n tokens of a sequence: halved from SPAN until there are two
+// Returns the max tokens of a span for n tokens of a sequence: SPAN, halved until there are two
 // spans for each thread, but at least SPAN / 4, because shorter spans would load keys and values
 // too often.
-static int span_of(const Cpu *cpu, int n) {
+static int span_length(const Cpu *cpu, int n) {
     int span = SPAN, heads = cpu->config.n_heads, min_items = 2 * cpu->pool.n_threads;
     while (span > SPAN / 4 && heads * ((n + span - 1) / span) < min_items) span /= 2;
     return span;
@@ -358,12 +365,12 @@ static int span_of(const Cpu *cpu, int n) {
 // The arrays of a span. A panel is Kernels.queries consecutive tokens of the span, which a kernel
 // processes at once.
 typedef struct {
-    float *q;      // (panels, head_dim, queries of a panel)
-    float *out;    // (SPAN, value_width) weighted sums of the values of the ranges so far
-    Softmax *s;    // (SPAN,) likewise
-    float *scores; // (queries, KV_RANGE) of a panel and a range: scores, then the weights
-    float *p;      // (KV_RANGE, queries) the weights, transposed
-    float *part;   // (queries, value_width) the weighted sums of the values of the range
+    float *q;         // (panels, head_dim, queries of a panel)
+    float *out;       // (SPAN, value_width) weighted sums of the values of the ranges so far
+    Softmax *softmax; // (SPAN,) of the ranges so far
+    float *scores;    // (queries, KV_RANGE) of a panel and a range: scores, then weights
+    float *p;         // (KV_RANGE, queries) the weights, transposed
+    float *part;      // (queries, value_width) weighted sums of the values of the range
 } Span;
 
 // Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
@@ -375,8 +382,8 @@ static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     s.scores = s.out + tokens * cpu->value_width;
     s.p = s.scores + KV_RANGE * queries;
     s.part = s.p + KV_RANGE * queries;
-    s.s = (Softmax *)(s.part + queries * cpu->value_width);
-    if (size) *size = (float *)(s.s + tokens) - scratch;
+    s.softmax = (Softmax *)(s.part + queries * cpu->value_width);
+    if (size) *size = (float *)(s.softmax + tokens) - scratch;
     return s;
 }
 
@@ -396,7 +403,8 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
         for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * stride + d] : 0;
 }
 
-// The products of a panel with a page, from a position of it on.
+// Computes the scores of the panel that begins with token t of the span, for n positions of a page
+// that begin with position `at` of the range.
 static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int at, int n) {
     size_t dim = cpu->config.head_dim;
     PanelProduct scores = {.y = s->scores + at,
@@ -411,6 +419,8 @@ static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int 
     cpu->kernels->panel_product(&scores);
 }
 
+// Adds to s->part the values of these positions, times the weights of the panel; overwrites s->part
+// unless `add`.
 static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n, bool add) {
     size_t width = cpu->value_width;
     int queries = cpu->kernels->queries;
@@ -446,8 +456,11 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, i
         float *p = s->scores + i * KV_RANGE;
         int begin = first_visible(cpu, pos + i) - r->start, end = pos + i + 1 - r->start;
         begin = begin > 0 ? begin : 0, end = end < n ? end : n;
-        if (i >= tokens || begin >= end) begin = end = n, of_range[i] = (Softmax){-INFINITY, 0};
-        else of_range[i] = weigh(cpu, r, p, begin, end);
+        if (i < tokens && begin < end) of_range[i] = weights_of_scores(cpu, r, p, begin, end);
+        else { // all weights become zero
+            of_range[i] = (Softmax){-INFINITY, 0};
+            begin = end = n;
+        }
         memset(p + first, 0, (begin - first) * sizeof *p);
         memset(p + end, 0, (n - end) * sizeof *p);
     }
@@ -460,8 +473,8 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, i
         mix_page(cpu, s, kv, i, n - i < PAGE ? n - i : PAGE, i > first);
     }
     for (int i = 0; i < tokens; i++)
-        if (of_range[i].sum != 0) // NaN, too
-            merge(s->out + (t + i) * width, &s->s[t + i], s->part + i * width, of_range[i],
+        if (of_range[i].sum != 0) // merges NaN too
+            merge(s->out + (t + i) * width, &s->softmax[t + i], s->part + i * width, of_range[i],
                   score_scale(cpu), (int)width);
 }
 
@@ -478,7 +491,7 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
         load_queries(cpu, s.q + i * c->head_dim, item->head, item->t + i, n);
     }
     memset(s.out, 0, tokens * width * sizeof *s.out);
-    for (int i = 0; i < tokens; i++) s.s[i] = (Softmax){-INFINITY, 0};
+    for (int i = 0; i < tokens; i++) s.softmax[i] = (Softmax){-INFINITY, 0};
     Range r = {cpu->caches[item->t], a->layer, item->head / (c->n_heads / c->n_kv_heads),
                first_visible(cpu, first) / KV_RANGE * KV_RANGE};
     for (; r.start < end; r.start += KV_RANGE)
@@ -487,7 +500,7 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
             attend_panel(cpu, &s, i, &r, first + i, n);
         }
     for (int i = 0; i < tokens; i++)
-        finish_query(cpu, a, item->t + i, item->head, s.out + i * width, s.s[i].sum);
+        finish_query(cpu, a, item->t + i, item->head, s.out + i * width, s.softmax[i].sum);
 }
 
 size_t llamac_attention_scratch(const Cpu *cpu) {
@@ -518,8 +531,9 @@ static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
     *n_ranges += ranges;
 }
 
+// Adds the items of the tokens of a run: their spans, for each query head.
 static void add_spans(Cpu *cpu, const Run *run) {
-    int span = span_of(cpu, run->n);
+    int span = span_length(cpu, run->n);
     for (int head = 0; head < cpu->config.n_heads; head++)
         for (int i = 0; i < run->n; i += span) {
             int n = run->n - i < span ? run->n - i : span;
@@ -531,7 +545,7 @@ static void add_spans(Cpu *cpu, const Run *run) {
 
 void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
     const Config *c = &cpu->config;
-    int groups = (c->n_heads / c->n_kv_heads + QUERIES - 1) / QUERIES, ranges = 0, most = 0;
+    int groups = (c->n_heads / c->n_kv_heads + QUERIES - 1) / QUERIES, ranges = 0, longest = 0;
     bool has_spans = false;
     for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++) {
         has_spans |= run->n >= MIN_SPAN;
@@ -541,9 +555,9 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
             ranges += ranges_of(cpu, run->pos + i);
         }
         extend_rotations(cpu, run->pos + run->n);
-        most = run->pos + run->n > most ? run->pos + run->n : most;
+        longest = run->pos + run->n > longest ? run->pos + run->n : longest;
     }
-    // ranges are split among threads if the heads of the tokens are too few for them
+    // ranges are split among threads if the groups are too few to keep all threads busy
     int n_groups = batch->T * c->n_kv_heads * groups;
     cpu->split = !has_spans && ranges > batch->T && ranges <= cpu->max_ranges
                  && n_groups < 2 * cpu->pool.n_threads && n_groups % cpu->pool.n_threads;
@@ -553,7 +567,7 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         else
             for (int i = 0; i < run->n; i++) add_groups(cpu, run->first + i, cpu->split, &ranges);
     }
-    cpu->item_cost = 2 * (int64_t)most * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
+    cpu->item_cost = 2 * (int64_t)longest * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
 }
 
 // A Task. Items are those of the plan.
@@ -589,8 +603,9 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
     attention_items(self, &a->attention, begin, end);
 }
 
-// Returns whether to fuse: whether that saves a barrier, every thread gets the same number of KV
-// heads, each with one group, and the weight rows of each head begin with a new row of tiles.
+// Returns whether to fuse the steps of one token: there are other threads to wait for, every thread
+// gets the same number of KV heads, each head has one group, and the weight rows of each head begin
+// with a new row of tiles.
 static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
@@ -626,7 +641,7 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
 // ----------------------------------------------------------------------------
 // Pages and caches
 
-// Bytes of the keys of a page, of its values, of the scales of either, and of all these arrays.
+// Bytes of the arrays of a page. `scales` is that of the keys' scales, and that of the values'.
 typedef struct { size_t keys, values, scales, all; } PageSizes;
 
 static PageSizes page_sizes(const Cpu *cpu) {
@@ -655,6 +670,7 @@ static Page *new_page(Cpu *cpu) {
     return page;
 }
 
+// Takes a page from a cache that used it. A page that no cache uses joins the unused ones.
 static void drop_page(Cpu *cpu, Page *page) {
     if (--page->n_caches) return;
     page->next = cpu->unused_pages;
@@ -726,8 +742,8 @@ bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
 // ----------------------------------------------------------------------------
 // Copies of the cache in the layout of Backend.read_cache
 
-// Copies n numbers of `size` bytes. In each of the two arrays, one number follows the other after
-// so many numbers.
+// Copies n numbers of `size` bytes. The strides are the distances, in numbers, between one number
+// and the next in each array.
 static void copy_strided(char *to, size_t to_stride, const char *from, size_t from_stride, int n,
                          size_t size) {
     // memcpy of a constant size is a load and a store
@@ -738,7 +754,8 @@ static void copy_strided(char *to, size_t to_stride, const char *from, size_t fr
     }
 }
 
-// The arrays of one block of such a copy, at the number of a row: a position of a head of a layer.
+// Where a copy has the key, the value and their scales of one row. A row is a position of a KV head
+// of a layer.
 typedef struct { char *key, *value, *key_scale, *value_scale; } CopiedRow;
 
 static CopiedRow row_of_copy(const Cpu *cpu, char *bytes, int n, size_t row) {

@@ -1,68 +1,18 @@
-// AVX-512 with VNNI, for x86-64: the kernels of simd.h in vectors of 16 floats. The instruction
-// that multiplies bytes (vpdpbusd) needs unsigned weights, so tiles of Q8_0 have an offset of 128.
+// AVX-512 with VNNI, for x86-64: one instruction (vpdpbusd) multiplies bytes and adds the products.
 // The table llamac_avx512bf16 adds products of BF16, for machines that have instructions for them.
 #include "kernels.h"
 
 #if defined(__x86_64__)
 #define TARGET \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
-#include "x86.h"
-
-#define LANES 16
-#define TILE_ROWS 2
-#define TOKENS 12
-#define BLOCK_TOKENS 6
+// vpdpbusd needs unsigned w
 #define Q8_OFFSET 128
-
-typedef __m512 Floats;
-#define LOAD(p) _mm512_loadu_ps(p)
-#define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define LOAD_BF16(p) \
-    _mm512_castsi512_ps( \
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define LOAD_8(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define STORE_F16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, 0))
-#define SET(x) _mm512_set1_ps(x)
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define MUL(a, b) _mm512_mul_ps(a, b)
-#define DIV(a, b) _mm512_div_ps(a, b)
-#define MAX(a, b) _mm512_max_ps(a, b)
-#define MIN(a, b) _mm512_min_ps(a, b)
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define SUM(v) _mm512_reduce_add_ps(v)
-#define LARGEST(v) _mm512_reduce_max_ps(v)
-#define ROUND(v) _mm512_roundscale_ps(v, 0)
-#define SWAP(v) _mm512_permute_ps(v, 0xb1)
-#define POW2(n) _mm512_scalef_ps(_mm512_set1_ps(1), n)
-
-typedef __m512i Ints;
-#define LOAD_I(p) _mm512_loadu_si512(p)
-#define BF16_LOW(i) _mm512_castsi512_ps(_mm512_slli_epi32(i, 16))
-#define BF16_HIGH(i) _mm512_castsi512_ps(_mm512_and_si512(i, _mm512_set1_epi32((int)0xffff0000)))
-#define F16_LOW(i) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(i))
-#define F16_HIGH(i) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(i, 16)))
-#define SET_I(x) _mm512_set1_epi32(x)
-#define FLOATS(i) _mm512_cvtepi32_ps(i)
-#define INTS(v) _mm512_cvtps_epi32(v)
-#define ADD_I(a, b) _mm512_add_epi32(a, b)
-#define MAX_I(a, b) _mm512_max_epi32(a, b)
-#define SUM_I(i) \
-    sum_of_8_ints(_mm256_add_epi32(_mm512_castsi512_si256(i), _mm512_extracti64x4_epi64(i, 1)))
-#define LARGEST_I(i) _mm512_reduce_max_epi32(i)
-#define MAGNITUDE(v) _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff))
-#define STORE_8(p, i) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(i))
 #define DOT(c, w, x) _mm512_dpbusd_epi32(c, w, x)
-#define DOT_SMALL(c, w, x) _mm512_dpbusd_epi32(c, w, x)
-#define AND_15(w) _mm512_and_si512(w, _mm512_set1_epi8(15))
-#define SHIFT_4(w) AND_15(_mm512_srli_epi16(w, 4))
-
-#include "simd.h"
+#define DOT_SMALL(c, w, x) DOT(c, w, x)
+#include "avx512.h"
 
 static bool supported(void) {
-    return llamac_avx2.supported() && __builtin_cpu_supports("avx512f")
-           && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-           && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    return llamac_avx512bw.supported() && __builtin_cpu_supports("avx512vnni");
 }
 
 const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KERNELS};

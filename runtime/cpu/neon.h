@@ -1,11 +1,10 @@
-// Defines the operations of simd.h for vectors of 4 floats. neon.c and neondot.c define TARGET and
-// DOT, then include this file, which includes simd.h.
+// Defines the operations of simd.h for vectors of 4 floats. neon.c, neondot.c and neoni8mm.c define
+// TARGET, BLOCK_TOKENS and DOT, then include this file, which includes simd.h.
 #include <arm_neon.h>
 
 #define LANES 4
 #define TILE_ROWS 1
 #define TOKENS 6
-#define BLOCK_TOKENS 3
 #define Q8_OFFSET 0
 
 typedef float32x4_t Floats;
@@ -55,6 +54,9 @@ typedef uint32x4_t Quad;
 #define XOR_QUAD(a, b) veorq_u32(a, b)
 #define LOW_32(a, b) vzip1q_u32(a, b)
 #define HIGH_32(a, b) vzip2q_u32(a, b)
+#define EVEN_32(a, b) vuzp1q_u32(a, b)
+#define ODD_32(a, b) vuzp2q_u32(a, b)
+#define LOAD_2X8(p, q) vreinterpretq_s32_s8(vcombine_s8(vld1_s8(p), vld1_s8(q)))
 
 TARGET static inline float32x4_t load_4_bytes(const int8_t *p) {
     int32_t bytes;

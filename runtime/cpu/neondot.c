@@ -18,6 +18,7 @@ static bool supported(void) { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
 #endif
 
 #ifdef TARGET
+#define BLOCK_TOKENS 3
 #define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
 #include "neon.h"
 

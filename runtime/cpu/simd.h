@@ -27,6 +27,11 @@
 //                        that lane; w is unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 63
 //   AND_15, SHIFT_4      the low, the high nibble of each byte
+// Only if the ISA multiplies matrices of bytes, in vectors of 4 lanes:
+//   DOT_2X2(c, w, x)     w is 8 bytes of each of two rows, x of each of two tokens; adds the
+//                        products of row 0 with both tokens, then of row 1, to the lanes of c
+//   LOAD_2X8(p, q)       loads 8 bytes from p, then 8 from q
+//   EVEN_32(a, b), ODD_32(a, b)  of Quads: a0 a2 b0 b2, a1 a3 b1 b3
 // For packing, four words of 4 bytes:
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1,
 //                        HIGH_32 = a2 b2 a3 b3

@@ -76,7 +76,8 @@ INLINE void mix_of(Type type, const Attention *a) { BY_QUERIES(mix_queries, type
 
 TARGET static void mix(const Attention *a) { BY_TYPE(mix_of, a); }
 
-// Queries of a panel: Kernels.queries. Divides the max tokens of a span (span_of in attention.c).
+// Queries of a panel: Kernels.queries. Divides the max tokens of a span, see span_length in
+// attention.c.
 enum { PANEL = TOKENS < 8 ? 4 : 8 };
 
 // Multiplies a panel with `tiles` tiles of w, from tile `first` on.

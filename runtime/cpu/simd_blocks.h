@@ -128,6 +128,11 @@ INLINE size_t tile_bytes(Type type, bool unpacked) {
     return type == Q8_0 ? unpacked_size(type) : UNPACKED;
 }
 
+// numbers_at, of tiles in either layout.
+INLINE Ints weights_at(const Shape shape, const uint8_t *words, int step, int i, int g, int h) {
+    return shape.unpacked ? word_at(words, g) : numbers_at(shape.type, words, step, i, g, h);
+}
+
 // The operands of a product at one tile of each row of tiles.
 typedef struct {
     const uint8_t *tile;
@@ -135,6 +140,75 @@ typedef struct {
     const Block *x;  // of the first token, from the first column of the tile on
     size_t n_blocks; // Blocks of one token
 } Operands;
+
+// Returns how many columns of a sub-block a byte holds. In types with 256 columns, the other nibble
+// belongs to another sub-block.
+INLINE int columns_per_byte(Type type) {
+    return type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1;
+}
+
+// Returns which activation of a Block belongs to the first column of numbers_at.
+INLINE int column_at(Type type, int i, int g, int h) {
+    return (type == Q6_K ? 16 * (i % 2) : 0) + 4 * g + 16 * h;
+}
+
+// Adds the products of sub-block i of a step to `products`. words: those of each vector of rows;
+// at.x: the Block of the first token.
+INLINE void add_products(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
+                         const uint8_t *const words[SUMS], Operands at, int step, const int i) {
+    const Type type = shape.type;
+    const int T = shape.T, vectors = shape.tile_rows * VECTORS, nibbles = columns_per_byte(type);
+    for (int g = 0; g < numbers_per_scale(type) / 4 / nibbles; g++)
+        UNROLL for (int h = 0; h < nibbles; h++) {
+            Ints w[SUMS];
+            UNROLL for (int v = 0; v < vectors; v++) w[v] =
+                weights_at(shape, words[v], step, i, g, h);
+            UNROLL for (int t = 0; t < T; t++) {
+                Ints q = four_bytes(at.x[t * at.n_blocks].q + column_at(type, i, g, h));
+                UNROLL for (int v = 0; v < vectors; v++) products[v][t] =
+                    type == Q8_0 ? DOT(products[v][t], w[v], q)
+                                 : DOT_SMALL(products[v][t], w[v], q);
+            }
+        }
+}
+
+#ifdef DOT_2X2
+// The same for an even number of tokens, by products of 8 columns of two rows with two tokens. A
+// word of a tile is four columns of a row, so two words of each row are put side by side.
+INLINE void add_products_2x2(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
+                             const uint8_t *const words[SUMS], Operands at, int step, const int i) {
+    const Type type = shape.type;
+    const int T = shape.T, vectors = shape.tile_rows * VECTORS, nibbles = columns_per_byte(type);
+    // until the end, products[v][t] is rows 0 and 1 of tokens t and t + 1, products[v][t + 1] is
+    // rows 2 and 3 of them
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t += 2) {
+        Quad a = (Quad)products[v][t], b = (Quad)products[v][t + 1];
+        products[v][t] = (Ints)LOW_32(a, b), products[v][t + 1] = (Ints)HIGH_32(a, b);
+    }
+    for (int g = 0; g < numbers_per_scale(type) / 4 / nibbles; g += 2)
+        UNROLL for (int h = 0; h < nibbles; h++) {
+            Ints low[SUMS], high[SUMS]; // rows 0 and 1 of each vector, rows 2 and 3
+            UNROLL for (int v = 0; v < vectors; v++) {
+                Quad a = (Quad)weights_at(shape, words[v], step, i, g, h);
+                Quad b = (Quad)weights_at(shape, words[v], step, i, g + 1, h);
+                low[v] = (Ints)LOW_32(a, b), high[v] = (Ints)HIGH_32(a, b);
+            }
+            UNROLL for (int t = 0; t < T; t += 2) {
+                const Block *b = at.x + t * at.n_blocks;
+                const int column = column_at(type, i, g, h);
+                Ints q = LOAD_2X8(b->q + column, b[at.n_blocks].q + column);
+                UNROLL for (int v = 0; v < vectors; v++) {
+                    products[v][t] = DOT_2X2(products[v][t], low[v], q);
+                    products[v][t + 1] = DOT_2X2(products[v][t + 1], high[v], q);
+                }
+            }
+        }
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t += 2) {
+        Quad a = (Quad)products[v][t], b = (Quad)products[v][t + 1];
+        products[v][t] = (Ints)EVEN_32(a, b), products[v][t + 1] = (Ints)ODD_32(a, b);
+    }
+}
+#endif
 
 // Adds the products of sub-block i of a step to `sums`. Some types store weights with an offset
 // (`zero`), others have a minimum. The sum of the activations times the offset is subtracted before
@@ -144,12 +218,9 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     const Type type = shape.type;
     const int T = shape.T, vectors = shape.tile_rows * VECTORS;
     const int per = numbers_per_scale(type), s = sub_of(type, step, i);
-    const int first = type == Q6_K ? 16 * (i % 2) : 0; // of the 32 activations of a Block
+    const int first = column_at(type, i, 0, 0); // of the 32 activations of a Block
     const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
-    // columns of this sub-block in a byte; in types with 256 columns, the other nibble belongs to
-    // another sub-block
-    const int nibbles = type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1;
-    const Block *x = at.x + s * per / 32;
+    at.x += s * per / 32;
     // `halves` points to half-precision scales, or to float32 scales if the tiles are unpacked
     const uint8_t *halves[SUMS], *words[SUMS];
     UNROLL for (int v = 0; v < vectors; v++) {
@@ -161,34 +232,28 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     }
     Ints products[SUMS][BLOCK_TOKENS];
     UNROLL for (int t = 0; t < T; t++) {
-        const Block *b = x + t * at.n_blocks;
+        const Block *b = at.x + t * at.n_blocks;
         // b->half is the sum of the first 16 activations
         int sum = per == 32 ? b->sum : first ? b->sum - b->half : b->half;
         UNROLL for (int v = 0; v < vectors; v++) products[v][t] = SET_I(zero ? -zero * sum : 0);
     }
-    for (int g = 0; g < per / 4 / nibbles; g++) UNROLL for (int h = 0; h < nibbles; h++) {
-            Ints w[SUMS];
-            UNROLL for (int v = 0; v < vectors; v++) w[v] =
-                shape.unpacked ? word_at(words[v], g) : numbers_at(type, words[v], step, i, g, h);
-            UNROLL for (int t = 0; t < T; t++) {
-                Ints q = four_bytes(x[t * at.n_blocks].q + first + 4 * g + 16 * h);
-                UNROLL for (int v = 0; v < vectors; v++) products[v][t] =
-                    type == Q8_0 ? DOT(products[v][t], w[v], q)
-                                 : DOT_SMALL(products[v][t], w[v], q);
-            }
-        }
+#ifdef DOT_2X2
+    if (T % 2 == 0) add_products_2x2(shape, products, words, at, step, i);
+    else
+#endif
+        add_products(shape, products, words, at, step, i);
     UNROLL for (int v = 0; v < vectors; v++) {
         Floats scales = shape.unpacked ? LOAD((const float *)halves[v])
                                        : scales_at(type, halves[v], words[v], s);
         UNROLL for (int t = 0; t < T; t++) {
-            Floats scale = MUL(scales, SET(x[t * at.n_blocks].scale));
+            Floats scale = MUL(scales, SET(at.x[t * at.n_blocks].scale));
             sums[v][t] = FMA(FLOATS(products[v][t]), scale, sums[v][t]);
         }
         if (!has_minima(type)) continue;
         Floats minima = shape.unpacked ? LOAD((const float *)halves[v] + TILE)
                                        : minima_at(type, halves[v], words[v], s);
         UNROLL for (int t = 0; t < T; t++) {
-            const Block *b = x + t * at.n_blocks;
+            const Block *b = at.x + t * at.n_blocks;
             sums[v][t] = FMA(minima, SET(-b->scale * b->sum), sums[v][t]);
         }
     }

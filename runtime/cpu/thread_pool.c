@@ -7,13 +7,12 @@
 enum {
     SLICES = 16,          // max slices of a share
     MIN_SLICE = 30000,    // min multiplications of a slice, except for the first and the last one
-    GROUP = 4,            // max children of a node in the barrier's tree
-    PAUSES_PER_CLOCK = 4, // pauses of a waiting worker between two readings of the clock
-    HELP_AFTER = 200,     // nanoseconds from the first reading to help; about 300 with the pauses
+    GROUP = 4,            // workers of a leaf of the barrier's tree, children of other nodes
+    PAUSES = 4,           // pauses of a waiting worker between two readings of the clock
+    HELP_AFTER = 200,     // nanoseconds from the first reading until a waiting worker helps others
     YIELD_AFTER = 20000,  // nanoseconds between two offers of the core to other threads
-    SLEEP_AFTER = 200000, // nanoseconds before a worker without steps sleeps
-    // min multiplications per step, on average over a list of steps, for workers to share the list
-    MIN_WORK = 20000,
+    SLEEP_AFTER = 200000, // nanoseconds until a worker without steps sleeps
+    MIN_WORK = 20000,     // min multiplications per step of a list, on average, to share the list
 };
 
 // ----------------------------------------------------------------------------
@@ -66,12 +65,13 @@ typedef struct {
     uint64_t yielded; // `waited` at the last offer of the core
 } Wait;
 
-// Pauses. Every PAUSES_PER_CLOCK pauses, updates w->waited and returns true. Offers the core to
-// other threads during long waits, because the awaited thread may need it. A long time between two
-// readings does not count: the system had suspended this worker, and perhaps the awaited thread too.
+// Pauses. Every PAUSES pauses, updates w->waited and returns true. Offers the core to other threads
+// during long waits, because the awaited thread may need it. Much time between two readings means
+// that the system had suspended this worker, and perhaps the awaited thread too: it does not count
+// as waiting.
 static bool pause_briefly(const ThreadPool *pool, Wait *w) {
     PAUSE();
-    if (++w->pauses % PAUSES_PER_CLOCK) return false;
+    if (++w->pauses % PAUSES) return false;
     uint64_t now = ticks(), since = now - w->last;
     w->last = now;
     if (since < pool->yield_ticks) w->waited += since; // false at the first reading, too
@@ -95,14 +95,14 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
 // slices are large and the last ones small, so that all workers finish at nearly the same time. No
 // slice is larger than a quarter of the share, because a slow core may be late with it.
 static int slice_start(int begin, int end, int slice) {
-    // what is left of the share at the begin of each slice, in 1/64 of the share
+    // how much of the share is left where each slice begins, in 1/64 of the share
     static const uint8_t left[SLICES + 1] = {64, 48, 44, 40, 36, 32, 28, 24, 20,
                                              17, 14, 11, 8,  6,  4,  2,  0};
     return end - (int)((int64_t)(end - begin) * left[slice] / 64);
 }
 
-// Returns the slice behind those that a worker takes together from `slice` on: they have MIN_SLICE
-// multiplications or more, or are the last ones of the share begin..end-1.
+// A worker takes small slices together. Returns the end of those that it takes from `slice` on:
+// they have MIN_SLICE multiplications or more, or are the last ones of the share begin..end-1.
 static int next_slice(const Step *step, int begin, int end, int slice) {
     int first_item = slice_start(begin, end, slice);
     do slice++;
@@ -121,12 +121,15 @@ static void count_finished(ThreadPool *pool, unsigned step, int i, unsigned n) {
     }
 }
 
-// Takes slices of share i of this worker's step until all are taken, and runs them. `taken` counts
-// the share's taken slices from the start of the pool, SLICES per step. It is end_slice once all
-// slices of this step are taken, and more if other workers have begun the next step. Once a slice
-// has been taken, no worker can leave the step before the slice is finished, so pool->steps and
-// pool->first, the number of steps[0], do not change meanwhile. So the first slice is taken alone,
-// before the step is read, and the next ones together if they are small.
+// Takes slices of share i of this worker's step until all are taken, and runs them.
+//
+// `taken` counts the share's taken slices from the start of the pool, SLICES per step. It reaches
+// end_slice when the last slice of this step is taken, and exceeds it when other workers have begun
+// the next step.
+//
+// The caller may replace pool->steps and pool->first once the step is over. The step is not over
+// while this worker has a slice that it has not finished. So it takes a slice first, a single one,
+// and only then reads the step, whose costs say how many of the next slices to take together.
 static void take_slices(Worker *self, int i) {
     ThreadPool *pool = self->pool;
     atomic_uint *taken = &pool->workers[i].taken;
@@ -147,7 +150,7 @@ static void take_slices(Worker *self, int i) {
     if (done) count_finished(pool, self->step, i, done);
 }
 
-// Returns whether a node has counted all that it counts in the steps up to this one.
+// Returns whether a node has counted everything of this step and of all steps before it.
 static bool is_complete(const Node *node, unsigned step) {
     unsigned finished = atomic_load_explicit(&node->finished, memory_order_acquire);
     return (int)(finished - (step + 1) * node->per_step) >= 0;

@@ -5,11 +5,11 @@
 // the others wait only for the slice that it has begun.
 //
 // Barrier: finished slices are counted in a tree of counters. Each leaf counts the slices of the
-// shares of GROUP workers. The worker that completes a counter adds 1 to the parent, and all workers
-// wait for the root. A worker that arrives writes one counter, and the cache line of a counter moves
-// at most GROUP times per step, so the cost of a step grows with the number of workers, not with
-// its square. The leaves count slices of shares, not workers that have arrived. So a worker that the
-// system has suspended delays no step whose slices others have taken.
+// shares of a few workers. The worker that completes a counter adds 1 to the parent, and all
+// workers wait for the root. A worker that arrives writes one counter, and few workers write the
+// same one, so the cost of a step grows with the number of workers, not with its square. The leaves
+// count slices of shares, not workers that have arrived. So a worker that the system has suspended
+// delays no step whose slices others have taken.
 //
 // Between two lists, workers spin for a while before they sleep, because the next list usually
 // comes within microseconds.

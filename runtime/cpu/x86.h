@@ -1,5 +1,5 @@
-// Operations of simd.h that avx2.c and avx512.c share, on vectors of 16 and 32 bytes. Before they
-// include this file, they define TARGET.
+// Operations of simd.h that avx2.h and avx512.h share, on vectors of 16 and 32 bytes. TARGET is
+// defined before this file is included.
 #include <immintrin.h>
 
 typedef __m128i Quad;
