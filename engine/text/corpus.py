@@ -330,11 +330,11 @@ def scan_lines(path, column, update, found, intake):
             where = f"{intake.unit} {number}"
             record = jsonl_record(line, column, where)
             key = conversations.format_of(record, columns)
+            if not key:
+                checked_text(line, record, column, where)
             if intake.is_conversation(key, where):
                 refuse_doubled(line, [key], where)
                 keeps[i] = intake.keeps(record, key, where)
-            else:
-                checked_text(line, record, column, where)
         if intake.kind:  # blank lines hold no conversation
             keeps &= [bool(block[start:end].strip()) for start, end in zip(starts, ends)]
         flags = np.full_like(ends, FIRST | LAST | STRIP)

@@ -26,7 +26,8 @@ GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH is not applied
 ROWS = 256             # max rows of a Parquet table to read at once
 ROWS_SIZE = 1 << 27    # max bytes that these rows may need
 DELIMITERS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
-TURNS = {"messages", "conversation", "dialogue", "turns", "instruction"}  # keys of chats
+# Keys of records that may be meant as conversations.
+TURNS = {"messages", "conversations", "conversation", "dialogue", "turns", "instruction"}
 
 
 # ---- columns -------------------------------------------------------------------------------------
