@@ -207,7 +207,8 @@ class Tokenizer:
         pieces = self.pieces()
         names = [piece.decode() for piece, _, _ in pieces]
         return tokenizer_json(
-            added_tokens(self), {"type": "Sequence", "normalizers": normalizers(self)}, None,
+            added_tokens(self), {"type": "Sequence", "normalizers": normalizers(self)},
+            FIRST_SPACE if prefixes_first(self) else None,
             add_bos_step(names[self.bos_id], self.bos_id) if self.add_bos else None,
             {"type": "Sequence", "decoders": decoders(self)},
             {"unk_token": names[self.unk_id], "fuse_unk": True, "ignore_merges": False,
@@ -824,6 +825,20 @@ def added_tokens(tokenizer):
     return found
 
 
+# Puts a space before a text, but not after a control token in it; nor before a space, which only
+# differs from sentencepiece at the beginning of a text.
+FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+
+
+def prefixes_first(tokenizer):
+    """
+    Return whether texts contain control tokens, as a chat template writes them, and the vocabulary
+    puts a space before a text: that space must then not come after each control token.
+    """
+    kinds = [kind for _, _, kind in tokenizer.pieces()]
+    return tokenizer.add_dummy_prefix and kinds.count(CONTROL) > 2  # more than BOS and EOS
+
+
 def normalizers(tokenizer):
     """
     Return the steps that rewrite a text before it is split into pieces. Hugging Face also applies
@@ -838,12 +853,12 @@ def normalizers(tokenizer):
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if tokenizer.remove_extra_whitespaces:
         steps += [replace("\\A +", "", "Regex"), replace("  +", " ", "Regex")]
-    if tokenizer.add_dummy_prefix:
+    if tokenizer.add_dummy_prefix and not prefixes_first(tokenizer):
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(replace(" ", SPACE))
     symbols = "|".join(re.escape(token["content"]) for token in added_tokens(tokenizer)
                        if token["normalized"])
-    if tokenizer.add_dummy_prefix and symbols:
+    if tokenizer.add_dummy_prefix and symbols and not prefixes_first(tokenizer):
         steps.append(replace(f"\\A{SPACE}(?=(?:{symbols})\\z)", "", "Regex"))
     if tokenizer.remove_extra_whitespaces:
         steps.append(replace(f"{SPACE}+\\z", "", "Regex"))
