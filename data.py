@@ -21,6 +21,8 @@ The prepared folder holds
     tokenizer.model      the vocabulary (tokenizer.json for byte-level BPE, bytes and characters)
     meta.json            counts, sizes, hashes; for stories also their entropy in bits per byte,
                          the lowest loss that a model can reach
+    train_mask.bin, val_mask.bin    of conversations: a byte for each token, 1 if it is part of an
+                         answer (engine/formats/chat_template.py)
 
 It is prepared once: its name ends in a hash of all it depends on (path, size and modification time
 of each file, and the settings).
@@ -35,6 +37,10 @@ say), the validation split is the end of the text.
 Windows. The windows of an epoch lie side by side in the training split, from an offset drawn for
 each epoch. If documents are long compared with the context (if they fill 8 windows or more on
 average: LONG below), every window begins with BOS, as every prompt does.
+
+Conversations. Records with conversations (engine/text/conversations.py) are encoded by a chat
+template: that of the vocabulary's model, else ChatML. Instead of windows, rows of whole
+conversations are read, and only answers are targets.
 """
 import concurrent.futures
 import functools
@@ -48,7 +54,7 @@ import numpy as np
 
 from engine.text import prepare as preparation
 from engine.streams import print_highlighted
-from engine.formats.chat_template import FIRST, TARGET, Chat
+from engine.formats.chat_template import FIRST, TARGET
 from engine.text import survey
 from engine.text.corpus import SEED
 from engine.text.packing import (BEGINS, NO_TARGET, cut_at_turns, lengths_of, pack,
@@ -284,10 +290,10 @@ class ConversationDataset(Dataset):
 
     window_bos, separator = None, BEGINS
 
-    @functools.cached_property
+    @property
     def coder(self):
         """What encodes prompts and decodes answers: the chat template with the vocabulary."""
-        return Chat(self.meta["chat_template"], self.tokenizer)
+        return self.chat
 
     def epochs(self, sequences):
         return sequences / self.n_rows

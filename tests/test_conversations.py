@@ -154,6 +154,22 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capfd):
     assert "left out: 2 damaged (the first: line 31: its roles are user, user, assistant" in capfd.readouterr().out
 
 
+def test_several_files_and_other_encodings(tmp_path, capfd):
+    """Copies are found across files; a file that has to be converted is counted once; a file that is left out is not counted."""
+    (tmp_path / "in").mkdir()
+    chats = [messages_of([("user", f"你们星期{n}几点开门？我们想来借书，不知道可不可以。"), ("assistant", f"我们早上{n}点开门，欢迎你们。")])
+             for n in range(30)]
+    for name, encoding in ("a", "utf-8"), ("b", "gb18030"):
+        text = "\n".join(json.dumps(record, ensure_ascii=False) for record in chats + [chats[0]] * (name == "b"))
+        (tmp_path / f"in/{name}.jsonl").write_bytes(text.encode(encoding))
+    write_lines(tmp_path / "in/c.json", [messages_of(turns) for turns in some_conversations(10)])
+    (tmp_path / "in/d.jsonl").write_text(json.dumps(messages_of(HI)) + "\n{")
+    found = prepared(tmp_path / "in", skip_bad=True)
+    out = capfd.readouterr().out
+    assert f"conversations: 40 in OpenAI's messages format; left out: 31 the same as an earlier one (the first: {tmp_path}/in/b.jsonl, " in out
+    assert "1 of 4 files can't be read: " in out and found.meta["train_documents"] + found.meta["val_documents"] == 40
+
+
 def test_texts_stay_texts(tmp_path, capfd):
     """A record with a text is a text, whatever else it has; kinds are not mixed."""
     rows = [messages_of(HI) | {"text": f"once upon {n}", "prompt": "a", "response": "b"} for n in range(30)]

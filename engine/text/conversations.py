@@ -142,21 +142,35 @@ def trained_part(turns):
 
 class Intake:
     """
-    Checks the conversations of files and counts what is left out. skip_bad: leave out damaged ones,
-    too, instead of refusing their file.
+    Checks the conversations of a source, file by file, and counts what is left out. skip_bad: leave
+    out damaged ones, too, instead of refusing their file.
+
+        intake.begin(path)  # also before a file is read once more, from a converted copy
+        ...                 # is_conversation and keeps for each record
+        intake.accept()     # the file was read to its end
     """
 
     def __init__(self, skip_bad=False):
         self.skip_bad, self.seen = skip_bad, set()
         self.formats = collections.Counter()  # {key in FORMATS: conversations kept}
         self.faults = {}  # {what is wrong: [count, the first place, for DAMAGED with its reason]}
-        self.kind = None  # of the file that is read: True for conversations, False for texts
-        self.unit = "line"  # what holds a record of it
-        self.files = {}   # {True or False: first file of that kind}
+        self.files = {}   # {True for conversations, False for texts: first file of that kind}
 
     def begin(self, path, unit="line"):
         """Begin a file. unit: what holds a record of it, for messages."""
-        self.path, self.unit, self.kind = path, unit, None
+        self.path, self.unit = path, unit
+        self.kind = None  # True if its records are conversations, False if texts
+        self.file_seen, self.file_formats, self.file_faults = set(), collections.Counter(), {}
+
+    def accept(self):
+        """Add the counts of the file to those of the source."""
+        self.seen |= self.file_seen
+        self.formats += self.file_formats
+        for fault, (count, first) in self.file_faults.items():
+            before, earlier = self.faults.get(fault, (0, f"{self.path}, {first}"))
+            self.faults[fault] = before + count, earlier
+        if self.kind is not None:
+            self.files.setdefault(self.kind, self.path)
 
     def is_conversation(self, key, where):
         """
@@ -169,7 +183,6 @@ class Intake:
             raise Unfit(f"{where} is of {kinds[kind]}, the records before it of "
                         f"{kinds[self.kind]}", "expected one kind in a file")
         self.kind = kind
-        self.files.setdefault(kind, self.path)
         return kind
 
     def keeps(self, record, key, where):
@@ -185,13 +198,13 @@ class Intake:
             fault, where = DAMAGED, f"{where}: {e}"
         if not fault:
             digest = hashlib.sha256(json.dumps(turns).encode()).digest()[:16]
-            fault = REPEATED if digest in self.seen else None
-            self.seen.add(digest)
+            fault = REPEATED if digest in self.seen or digest in self.file_seen else None
+            self.file_seen.add(digest)
         if fault:
-            count, first = self.faults.get(fault, (0, where))
-            self.faults[fault] = count + 1, first
+            count, first = self.file_faults.get(fault, (0, where))
+            self.file_faults[fault] = count + 1, first
             return False
-        self.formats[key] += 1
+        self.file_formats[key] += 1
         return True
 
     def report(self, name):
@@ -199,7 +212,7 @@ class Intake:
         if not self.formats and not self.faults:
             return ""
         found = [f"{count:,} in {FORMATS[key]} format" for key, count in self.formats.items()]
-        left_out = [f"{count:,} {fault} (the first: {where})"
+        left_out = [f"{count:,} {fault} (the first: {where.removeprefix(f'{name}, ')})"
                     for fault, (count, where) in self.faults.items()]
         line = f"{name}: conversations: {', '.join(found) or 'none'}"
         return line + (f"; left out: {', '.join(left_out)}" if left_out else "")

@@ -241,6 +241,7 @@ def read_files(source, options, copies, intake):
             try:
                 copy = copies / str(number)
                 here, found, done = readers.readable(path, copy, options.column, look)
+                intake.accept()
                 files[number] = os.path.abspath(here)
                 conversions[done].append(path)
             except Unfit as e:

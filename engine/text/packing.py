@@ -29,14 +29,15 @@ class Cut(NamedTuple):
 def cut_at_turns(marks, size):
     """Return the Cut of a split into pieces of at most `size` tokens. marks: of its tokens."""
     starts = np.flatnonzero(marks & FIRST)
-    ends = np.append(starts[1:], len(marks))
+    ends = np.append(starts, len(marks))[1:]
     is_long = ends - starts > size
     whole = np.stack([starts, starts, starts, ends], 1)
     pieces, too_long = [], 0
     for start, end in zip(starts[is_long].tolist(), ends[is_long].tolist()):
         turns = start + np.flatnonzero(marks[start:end] & TURN)
-        edges, first = np.append(turns, end), int(turns[0])
-        room, i = size - (first - start), 0
+        edges, i = np.append(turns, end), 0
+        first = int(edges[0])
+        room = size - (first - start)
         while i < len(turns):
             # The last edge within the room of a row.
             j = int(np.searchsorted(edges, edges[i] + room, "right")) - 1

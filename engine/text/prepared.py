@@ -8,6 +8,7 @@ from configurator import fail  # first: it reports missing packages
 import numpy as np
 
 from engine.files import sha256
+from engine.formats.chat_template import Chat
 from engine.untrusted import is_plain_name, open_untrusted, read_json, reading
 from tokenizer import Tokenizer
 
@@ -29,7 +30,8 @@ CHECKED_AT_ONCE = 1 << 28  # .bin files of fewer bytes in total are read and che
 class Prepared:
     """
     A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids; masks: {split:
-    memory map of the marks of its tokens, uint8 (chat_template.py)} of conversations, else {}.
+    memory map of the marks of its tokens, uint8 (chat_template.py)} of conversations, else {};
+    chat: the Chat that encoded conversations, else None.
     """
     folder: Path
     meta: dict
@@ -37,6 +39,7 @@ class Prepared:
     val: np.memmap
     tokenizer: Tokenizer
     masks: dict = dataclasses.field(default_factory=dict)
+    chat: Chat = None
 
 
 def mask_name(split):
@@ -74,6 +77,9 @@ def load(folder):
         tokenizer = Tokenizer.load(folder / meta["tokenizer"])
         is_same = (tokenizer.sha256() == meta["tokenizer_sha256"]
                    and tokenizer.vocab_size == meta["vocab_size"])
+        chat = Chat(meta["chat_template"], tokenizer) if masks else None
+        if chat and chat.tokenizer.vocab_size != tokenizer.vocab_size:
+            raise ValueError("its vocabulary lacks markers of its chat template")
         is_small = sum(tokens.nbytes for tokens in splits) < CHECKED_AT_ONCE
         if not is_same or (is_small and fingerprint(folder) != meta["fingerprint"]):
             fail(f"{folder}: is not what its meta.json records (hashes differ); "
@@ -81,7 +87,7 @@ def load(folder):
         if is_small:
             for tokens in splits:
                 check_ids(folder, tokens, meta["vocab_size"])
-    return Prepared(folder, meta, *splits, tokenizer, masks)
+    return Prepared(folder, meta, *splits, tokenizer, masks, chat)
 
 
 def map_file(folder, name, dtype, count):

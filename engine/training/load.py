@@ -11,7 +11,6 @@ from configurator import fail
 from engine.advice import renamed
 from engine.files import sha256
 from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
-from engine.formats.chat_template import Chat
 from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
 from engine.text.vocabulary import keep_vocabulary
@@ -161,9 +160,9 @@ def chat_metadata(prepared):
     Return {GGUF's key: value} of the chat template of prepared conversations, and of the token that
     ends an answer if it is not EOS; {} for texts.
     """
-    if not prepared.masks:
+    chat = prepared.chat
+    if not chat:
         return {}
-    chat = Chat(prepared.meta["chat_template"], prepared.tokenizer)
     end = {END_OF_TURN: chat.stop} if chat.template.stop else {}
     return {TEMPLATE: chat.source} | end
 
