@@ -24,7 +24,7 @@ from configurator import configure, fail  # first: it reports packages that are 
 import torch
 import torch.nn.functional as F
 
-from engine.training import checkpoint, distributed, run_folder
+from engine.training import checkpoint, costs, distributed, run_folder
 from engine.files import write_atomic
 from engine.training.load import load_model
 from engine.tracking.redact import redact
@@ -46,8 +46,45 @@ wandb_project = "auto"  # W&B project; auto: WANDB_PROJECT, else that of `wandb 
 device = "auto"     # auto, cpu, cuda, cuda:1, mps
 
 MAX_TEXT = 1 << 28    # bytes of a text to predict, or of a file of prompts
-MAX_LOGITS = 1 << 25  # logits to compute at once: 128 MB of float32
+MAX_LOGITS = 1 << 25  # logits to compute at once: 128 MiB of float32
 COLUMNS = ["Successful", "Expected", "Actual", "Score", "Prompt"]
+
+
+# ---- batches of texts ----------------------------------------------------------------------------
+
+def batch_tokens(model):
+    """Return the max tokens, padding included, of a batch of several texts."""
+    return min(costs.EVAL_PASS, MAX_LOGITS // model.args.vocab_size)
+
+
+@torch.inference_mode()
+def log_likelihoods(model, ids, starts, device="cpu"):
+    """
+    Return the sum over ids[row][starts[row]:] of ln p(id | ids before it) for each row: (rows,)
+    float64, on the CPU. ids: lists of at least two ids; starts: indices of at least 1. Rows of
+    similar lengths are computed in one batch.
+    """
+    found = torch.zeros(len(ids), dtype=torch.float64)
+    rows = sorted(range(len(ids)), key=lambda row: len(ids[row]), reverse=True)
+    while rows:
+        size = max(1, batch_tokens(model) // (len(ids[rows[0]]) - 1))
+        batch, rows = rows[:size], rows[size:]
+        found[batch] = batch_log_likelihoods(
+            model, [ids[row] for row in batch], [starts[row] for row in batch], device)
+    return found
+
+
+def batch_log_likelihoods(model, ids, starts, device):
+    """Return log_likelihoods of rows that are padded to the longest and computed at once."""
+    T = max(map(len, ids)) - 1
+    x, y = torch.zeros(len(ids), T, dtype=torch.int64), torch.full((len(ids), T), -1)
+    for row, (tokens, start) in enumerate(zip(ids, starts)):
+        tokens = torch.tensor(tokens)
+        x[row, :len(tokens) - 1] = tokens[:-1]
+        y[row, start - 1:len(tokens) - 1] = tokens[start:]
+    logits = model(x.to(device), every=True)[0]  # (rows, T, V)
+    nll = F.cross_entropy(logits.transpose(1, 2), y.to(device), ignore_index=-1, reduction="none")
+    return -nll.cpu().double().sum(1)
 
 
 # ---- perplexity ----------------------------------------------------------------------------------
@@ -60,7 +97,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
     """
     ids, T = torch.tensor(ids), model.args.max_seq_len
     whole = (len(ids) - 1) // T * T
-    windows = max(1, MAX_LOGITS // (T * model.args.vocab_size))
+    windows = max(1, batch_tokens(model) // T)
     # Inputs and targets, the ids one later: batches of up to `windows` rows, (rows, T).
     x, y = (ids[first:first + whole].view(-1, T).split(windows) for first in (0, 1))
     batches = list(zip(x, y)) if whole else []
@@ -131,45 +168,38 @@ def read_labelled(path):
     return examples
 
 
-@torch.inference_mode()
-def score(model, vocabulary, prompt, classes, device="cpu"):
+def encode_answers(model, vocabulary, prompt, classes):
     """
-    Return the probability of each class as the answer to the prompt, normalized to a sum of 1:
-    (classes,). EOS ends each answer, so that one is not likelier for being the start of another.
+    Return the ids of the prompt with each class as the answer. EOS ends each answer, so that one is
+    not likelier for being the start of another.
     """
     ids = [vocabulary.encode_prompt(prompt + between + c, eos=True) for c in classes]
     longest = max(map(len, ids)) - 1
     if longest > model.args.max_seq_len:
         fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context "
              f"is {model.args.max_seq_len}; shorten it")
+    return ids
+
+
+def score(model, vocabulary, examples, device="cpu"):
+    """
+    Return for each example the probability of each class as the answer to the prompt, normalized to
+    a sum of 1: a list of (classes,).
+    """
+    ids = [encode_answers(model, vocabulary, example["prompt"], example["classes"])
+           for example in examples]
+    flat = list(itertools.chain(*ids))
     # The sums include the prompt, as its last token may depend on the answer; what all have in
     # common cancels in the softmax.
-    return torch.softmax(log_likelihoods(model, ids, [1] * len(ids), device), 0)
-
-
-def log_likelihoods(model, ids, starts, device="cpu"):
-    """
-    Return the sum over ids[row][starts[row]:] of ln p(id | ids before it) for each row: (rows,)
-    float64, on the CPU. starts: indices of at least 1.
-    """
-    T = max(map(len, ids)) - 1
-    x, y = torch.zeros(len(ids), T, dtype=torch.int64), torch.full((len(ids), T), -1)
-    for row, (tokens, start) in enumerate(zip(ids, starts)):
-        tokens = torch.tensor(tokens)
-        x[row, :len(tokens) - 1] = tokens[:-1]
-        y[row, start - 1:len(tokens) - 1] = tokens[start:]
-    logits = model(x.to(device), every=True)[0]  # (rows, T, V)
-    nll = F.cross_entropy(logits.transpose(1, 2), y.to(device), ignore_index=-1, reduction="none")
-    return -nll.cpu().double().sum(1)
+    found = log_likelihoods(model, flat, [1] * len(flat), device)
+    return [torch.softmax(sums, 0) for sums in found.split([len(rows) for rows in ids])]
 
 
 def answer(model, vocabulary, examples, device="cpu"):
     """Return rows of the table with COLUMNS."""
     rows = []
-    for example in examples:
-        expected, classes = example["expected"], example["classes"]
-        p = score(model, vocabulary, example["prompt"], classes, device)
-        actual = classes[int(p.argmax())]
+    for example, p in zip(examples, score(model, vocabulary, examples, device)):
+        expected, actual = example["expected"], example["classes"][int(p.argmax())]
         rows.append([actual == expected, expected, actual, round(p.max().item(), 4),
                      example["prompt"]])
     return rows
@@ -273,29 +303,42 @@ def read_task(path):
     return read_lines("harness", path, parse, '{"context": ..., "choices": [...], "answer": 0}')
 
 
-@torch.inference_mode()
-def choose(model, vocabulary, context, choices, device="cpu"):
+def encode_choices(model, vocabulary, context, choices):
     """
-    Return the indices of two choices, as continuations of the context and a space: the likeliest,
-    and the likeliest per character (acc and acc_norm of lm-eval, https://arxiv.org/abs/2405.14782).
-    What exceeds the model's context is cut off at the beginning.
+    Return [(ids, index of the id with which the choice begins)] of each choice as the continuation
+    of the context and a space. What exceeds the model's context is cut off at the beginning.
     """
-    context = context.rstrip()
-    before, ids, starts = len(vocabulary.encode_prompt(context)), [], []
+    context, found = context.rstrip(), []
+    before = len(vocabulary.encode_prompt(context))
     for choice in choices:
         whole = vocabulary.encode(f"{context} {choice}", bos=vocabulary.add_bos or not context)
-        ids.append(whole[-model.args.max_seq_len - 1:])
-        cut = len(whole) - len(ids[-1])
-        starts.append(max(1, before - cut))  # where the choice begins in what is left
-    found = log_likelihoods(model, ids, starts, device)
-    lengths = torch.tensor([len(choice) for choice in choices])
-    return int(found.argmax()), int((found / lengths).argmax())
+        ids = whole[-model.args.max_seq_len - 1:]
+        cut = len(whole) - len(ids)
+        found.append((ids, max(1, before - cut)))
+    return found
+
+
+def choose(model, vocabulary, questions, device="cpu"):
+    """
+    Return for each question the indices of two choices: the likeliest, and the likeliest per
+    character (acc and acc_norm of lm-eval, https://arxiv.org/abs/2405.14782). questions: [(context,
+    choices)].
+    """
+    rows = []
+    for context, choices in questions:
+        rows += encode_choices(model, vocabulary, context, choices)
+    sums = log_likelihoods(model, *zip(*rows), device)
+    found = []
+    for (_, choices), total in zip(questions, sums.split([len(c) for _, c in questions])):
+        lengths = torch.tensor([len(choice) for choice in choices])
+        found.append((int(total.argmax()), int((total / lengths).argmax())))
+    return found
 
 
 def evaluate_choices(model, vocabulary, device):
     questions = read_task(harness)
-    answers = [(right, *choose(model, vocabulary, context, choices, device))
-               for context, choices, right in questions]
+    chosen = choose(model, vocabulary, [question[:2] for question in questions], device)
+    answers = [(right, *indices) for (*_, right), indices in zip(questions, chosen)]
     n = len(answers)
     for name, column in ("acc", 1), ("acc_norm", 2):
         share = sum(row[column] == row[0] for row in answers) / n

@@ -163,24 +163,22 @@ class Attention(nn.Module):
         """
         Return the attention's output (B, T, D) for x (B, T, D).
 
-        rope: (T, Q/2, 2), the rows of rope_table at the positions of x.
-        cache: (keys, values, pos) or None. keys and values are (B, max_seq_len, K, Q), and their
-        first pos positions are filled. This call fills the next T, and a query sees all positions
-        up to its own; `mask` is then ignored.
-        mask: bool (B, 1, T, T), True where a query sees a key, or ops.Documents, for causal
+        rope: (T, Q/2, 2) or (B, T, Q/2, 2), the rows of rope_table at the positions of x.
+        cache: (keys, values, slots) or None. keys and values are (B, length, K, Q). `slots` indexes
+        the B x T places that this call fills. The queries then see the first S positions, as far
+        as `mask` (B, 1, T, S) lets them.
+        mask: bool (B, 1, T, S), True where a query sees a key, or ops.Documents, for causal
         attention within each document. None: causal attention.
         """
-        T, a = x.shape[1], self.args
+        a = self.args
         q = self.wq(x).unflatten(-1, (-1, a.head_dim))  # (B, T, H, Q)
         k = self.wk(x).unflatten(-1, (-1, a.head_dim))  # (B, T, K, Q)
         v = self.wv(x).unflatten(-1, (-1, a.head_dim))  # (B, T, K, Q)
         q, k = ops.rotate(self.q_norm(q), rope), ops.rotate(self.k_norm(k), rope)
         if cache is not None:
-            keys, values, pos = cache
-            keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
-            k, v = keys[:, :pos + T], values[:, :pos + T]
-            # Query t sees the keys 0 .. pos + t.
-            mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)
+            keys, values, slots = cache
+            keys[slots], values[slots] = k, v
+            k, v = (z[:, :mask.shape[-1]] for z in (keys, values))  # (B, S, K, Q)
         return self.wo(ops.attention(q, k, v, mask))
 
 
@@ -268,26 +266,33 @@ class Transformer(nn.Module):
         nats.
         every: with n > 0, return the logits of positions 0, n, 2n, ...; with 0, the logits of the
         last position, (B, 1, V).
-        cache: a dict from new_cache with the earlier positions; this call appends T positions. A
-        query then sees all positions up to its own, whatever bos_id and documents are.
+        cache: a dict from new_cache with the earlier positions of each row, as many as cache["pos"]
+        counts; this call appends T positions to each. A query then sees all positions of its row up
+        to its own, whatever bos_id and documents are.
         documents: from ops.documents_of, or a mask from document_mask. A query then sees only its
         own document, as with bos_id, which is ignored. Documents need no mask of (B, 1, T, T).
         """
-        T, pos = tokens.shape[1], cache["pos"] if cache else 0
-        rope = self.rope[pos:pos + T]
+        B, T = tokens.shape
+        rope, mask = self.rope[:T], documents
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
-        mask = documents
-        if mask is None and not cache:
+        if cache:
+            rows, steps, keys = (torch.arange(n, device=tokens.device)
+                                 for n in (B, T, max(cache["pos"]) + T))
+            positions = torch.tensor(cache["pos"], device=tokens.device)[:, None] + steps  # (B, T)
+            slots = rows[:, None], positions
+            rope = self.rope[positions]  # (B, T, Q/2, 2)
+            mask = (keys <= positions[:, :, None])[:, None]  # (B, 1, T, S)
+        elif mask is None:
             mask = self.document_mask(tokens, targets)
         for i, layer in enumerate(self.layers):
             if self.recompute and self.training:
                 x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
             else:
-                kv = (cache["keys"][i], cache["values"][i], pos) if cache else None
+                kv = (cache["keys"][i], cache["values"][i], slots) if cache else None
                 x = layer(x, rope, kv, mask)
         x = self.norm(x)
         if cache:
-            cache["pos"] += T
+            cache["pos"] = [pos + T for pos in cache["pos"]]
         if targets is None:
             return self.output(x[:, ::every] if every else x[:, -1:]), None
         return None, ops.cross_entropy(x.flatten(0, 1), self.output, targets.flatten())
@@ -299,53 +304,85 @@ class Transformer(nn.Module):
             return None
         return ops.within_documents(borders, self.bos_id)
 
-    def new_cache(self, B):
+    def new_cache(self, B, length):
         """
-        Return an empty key/value cache for B sequences: {"keys", "values": (n_layers, B,
-        max_seq_len, K, Q), "pos": number of positions filled}.
+        Return an empty key/value cache for B sequences of up to `length` positions: {"keys",
+        "values": (n_layers, B, length, K, Q), "pos": [number of positions filled] of each}.
         """
         a = self.args
-        shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
+        shape = (a.n_layers, B, length, a.n_kv_heads, a.head_dim)
         keys, values = (torch.zeros(shape, device=self.rope.device) for _ in range(2))
-        return {"keys": keys, "values": values, "pos": 0}
+        return {"keys": keys, "values": values, "pos": [0] * B}
+
+    def prefill(self, cache, row, text):
+        """
+        Fill a row of the cache with the tokens of a text but the last; if the text exceeds the
+        context, with those that latest() keeps.
+        """
+        text = latest(text, self.args.max_seq_len)
+        part = {"keys": cache["keys"][:, row:row + 1], "values": cache["values"][:, row:row + 1],
+                "pos": [0]}  # views: filling them fills the cache
+        if len(text) > 1:
+            self(torch.tensor([text[:-1]], device=self.rope.device), cache=part)
+        cache["pos"][row] = len(text) - 1
 
     @torch.inference_mode()
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_p=1.0, stop=(),
+                 generators=None):
         """
-        Return tokens (B, T), each row continued by up to max_new_tokens sampled tokens.
+        Continue each of B prompts by up to max_new_tokens sampled tokens. Return B lists of token
+        ids, which begin with the prompts. A text does not depend on the other prompts, except by
+        rounding: each is evaluated alone, then all texts grow in one batch, a token a step.
 
-        temperature, top_p: as in `sample`.
-        stop: token ids. Generation ends early once every row has generated one of them; a row that
-        has done so before the others is still continued.
+        prompts: B lists or tensors (T,) of token ids, of any lengths.
+        temperature: a number, or a list of one per prompt. temperature and top_p: as in `sample`.
+        stop: token ids. A text ends with the first of them that it generates.
+        generators: a list of one torch.Generator per prompt; None: PyTorch's default one for all.
         When the context is full, the model continues from the tokens that latest() keeps. The
         result still contains all tokens.
         """
-        cache, new = self.new_cache(tokens.shape[0]), tokens
-        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        texts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+        context, generators = self.args.max_seq_len, generators or [None] * len(texts)
+        if not isinstance(temperature, list):
+            temperature = [temperature] * len(texts)
+        length = min(context, max(map(len, texts)) + max_new_tokens)
+        cache = self.new_cache(len(texts), length)
+        for row, text in enumerate(texts):
+            self.prefill(cache, row, text)
+        growing = list(range(len(texts)))  # the text of each row of the cache
         for _ in range(max_new_tokens):
-            if cache["pos"] + new.shape[1] > self.args.max_seq_len:
-                cache["pos"], new = 0, latest(tokens, self.args.max_seq_len)
-            logits, _ = self(new, cache=cache)  # (B, 1, V)
-            new = sample(logits[:, -1].float(), temperature, top_p, generator)  # (B, 1)
-            tokens = torch.cat((tokens, new), dim=1)
-            stops = torch.tensor(tuple(stop), device=new.device, dtype=new.dtype)
-            done |= torch.isin(new[:, 0], stops)
-            if done.all():
+            for row, i in enumerate(growing):
+                if cache["pos"][row] == context:
+                    self.prefill(cache, row, texts[i])
+            last = torch.tensor([texts[i][-1:] for i in growing], device=self.rope.device)  # (B, 1)
+            logits = self(last, cache=cache)[0][:, -1].float()  # (B, V)
+            new = [sample(z, temperature[i], top_p, generators[i])
+                   for i, z in zip(growing, logits.split(1))]
+            for i, token in zip(growing, torch.cat(new)[:, 0].tolist()):
+                texts[i].append(token)
+            kept = [row for row, i in enumerate(growing) if texts[i][-1] not in stop]
+            if not kept:
                 break
-        return tokens
+            if len(kept) < len(growing):  # leave out the rows of texts that have ended
+                growing = [growing[row] for row in kept]
+                cache = {"keys": cache["keys"][:, kept], "values": cache["values"][:, kept],
+                         "pos": [cache["pos"][row] for row in kept]}
+        return texts
 
 
 def latest(tokens, max_seq_len):
     """
-    Shorten tokens (B, T), T > max_seq_len, to half a context: the first token, usually BOS, and the
-    latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
+    Shorten a list of more than max_seq_len tokens to half a context: the first token, usually BOS,
+    and the latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
 
     The next shortening comes after half a context of new tokens, and keeps only the first token and
     those. So each token but the first is evaluated at most twice: when it is new and when it is
     kept.
     """
+    if len(tokens) <= max_seq_len:
+        return tokens
     half = max_seq_len // 2 if max_seq_len > 3 else 1
-    return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
+    return tokens[:1] + tokens[1 - half:] if half > 1 else tokens[-1:]
 
 
 def sample(logits, temperature, top_p, generator=None):

@@ -86,12 +86,18 @@ static void save_prompt(const Run *r, const Stream *s) {
     if (!llamac_sequence_save(s->sequence, path, &error)) die(path, "%s", message_of(&error, path));
 }
 
+static void must_use_grammar(Run *r, Stream *s, int max) {
+    llamac_error error;
+    if (!use_grammar(r, s, max, &error)) die("--json-object", "%s", error.text);
+}
+
 // Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
 // or a stream that has evaluated all tokens of the same prompt but the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
-    show_prompt(r, s, tokens, n < total ? n : (int)total);
+    if (r->json_object) must_use_grammar(r, s, (int)(total - n));
+    else show_prompt(r, s, tokens, n < total ? n : (int)total);
     s->prompt_tokens = n;
     s->done = n >= total;
     if (!s->done) {
@@ -141,7 +147,7 @@ static void continue_texts(Run *r, Batch *b) {
     int left = 0;
     sample_all(r, b->active, b->n_active);
     for (int i = 0; i < b->n_active; i++) {
-        if (b->active[i]->done) close_stream(b->active[i]);
+        if (b->active[i]->done) close_stream(r, b->active[i]);
         else b->active[left++] = b->active[i];
     }
     b->n_active = left;
@@ -157,7 +163,7 @@ static void print_texts(Run *r, Batch *b) {
         if (!s->max)
             fprintf(stderr,
                     "nothing was added: the prompt has %d tokens, and -n %d counts them too\n",
-                    s->prompt_tokens, r->steps);
+                    s->prompt_tokens - r->info.add_bos, r->steps); // -n does not count BOS
         if (b->printed < b->n - 1) print_bytes("---\n", 4);
         free(s->out.s);
         s->out = (Text){0};
@@ -187,6 +193,9 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
     double end = seconds();
     free(b.streams);
     if (!r->evaluated) return;
+    if (r->lookup.on)
+        fprintf(stderr, "lookup: %lld of %lld guessed tokens were right\n",
+                (long long)r->lookup.n_right, (long long)r->lookup.n);
     if (n > 1) {
         fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n, (long long)r->evaluated,
                 (double)r->evaluated / (end - r->began));
@@ -241,10 +250,11 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         feed(r, s, tokens, n);
         llamac_free(tokens);
         print_bytes("Assistant: ", 11);
+        if (r->json_object) must_use_grammar(r, s, r->steps);
         begin_text(r, s, r->stops, r->n_stops, r->steps);
         while (!s->done) {
             evaluate(r, &s, 1);
-            sample_next(r, s);
+            sample_stream(r, s);
             print_out(r, s);
         }
         pending = s->result != LLAMAC_END;
@@ -252,7 +262,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         if (s->result == LLAMAC_MORE)
             fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
     }
-    close_stream(s);
+    close_stream(r, s);
     free(s->out.s);
     free(line.s);
     free(prompt.s);
@@ -375,28 +385,48 @@ static double peak_memory(void) {
 #endif
 }
 
-// Evaluates n tokens from position pos on.
-static void forward(llamac_sequence *sequence, const int *tokens, int n, int pos) {
+// Sequences that are evaluated together.
+typedef struct {
+    llamac_engine *engine;
+    llamac_sequence **sequences; // (n,)
+    llamac_batch_token *batch;   // (n * max tokens of each in a call,)
+    int n;
+} BenchTexts;
+
+// Evaluates T tokens of each sequence from position pos on. Those of sequence i begin at
+// tokens[i * stride].
+static void bench_evaluate(BenchTexts *b, const int *tokens, int stride, int T, int pos) {
     llamac_error error;
-    if (!llamac_forward(sequence, tokens, n, pos, &error)) die("model", "%s", error.text);
+    int count = 0;
+    for (int i = 0; i < b->n; i++)
+        for (int t = 0; t < T; t++)
+            b->batch[count++] = (llamac_batch_token){b->sequences[i], tokens[i * stride + t],
+                                                     pos + t, /*logits*/ t == T - 1};
+    if (!llamac_evaluate(b->engine, b->batch, count, &error)) die("model", "%s", error.text);
 }
 
-// Evaluates n tokens one by one: `token` at position 0, then the most likely token each time.
-static void decode_greedily(llamac_sequence *sequence, int token, int n) {
+// Evaluates T tokens of each sequence one by one: `token` at position 0, then the most likely token
+// each time.
+static void decode_greedily(BenchTexts *b, int token, int T) {
     llamac_error error;
     llamac_sampler greedy = {0};
-    for (int pos = 0; pos < n; pos++) {
-        forward(sequence, &token, 1, pos);
-        token = llamac_sample(sequence, &greedy, &error);
-        if (token < 0) die("model", "%s", error.text);
+    int next[MAX_AT_ONCE];
+    for (int i = 0; i < b->n; i++) next[i] = token;
+    for (int pos = 0; pos < T; pos++) {
+        bench_evaluate(b, next, 1, 1, pos);
+        for (int i = 0; i < b->n; i++) {
+            next[i] = llamac_sample(b->sequences[i], &greedy, &error);
+            if (next[i] < 0) die("model", "%s", error.text);
+        }
     }
 }
 
-// Prints the speed of the model, as a table or as JSON: medians over the runs. `began` is the time
-// when the program began. Each run also measures the bandwidth of reading the weights without
-// computing, and the share of it that decoding reached. It does so right after decoding, before
-// other programs change the speed of the machine.
-static void bench(Run *r, double began, bool json) {
+// Prints the speed of the model, as a table or as JSON: medians over the runs. With n_texts texts
+// at once, the speeds are those of all together. `began` is the time when the program began. Each
+// run also measures the bandwidth of reading the weights without computing, and the share of it
+// that decoding reached. It does so right after decoding, before other programs change the speed of
+// the machine.
+static void bench(Run *r, double began, int n_texts, bool json) {
     double prompt[BENCH_RUNS], decode[BENCH_RUNS]; // seconds
     double bandwidth[BENCH_RUNS], share[BENCH_RUNS];
     int runs = 0, tokens[BENCH_PROMPT], bos = r->info.has_tokenizer ? r->info.bos : 0;
@@ -406,29 +436,35 @@ static void bench(Run *r, double began, bool json) {
     double bytes = llamac_bytes_per_token(r->model);
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * r->info.vocab_size / n);
     start(r, n > decoded ? n : decoded);
-    llamac_sequence *sequence = new_sequence(r);
-    decode_greedily(sequence, bos, 1);
+    llamac_sequence *sequences[MAX_AT_ONCE];
+    BenchTexts b = {.engine = r->engine, .sequences = sequences, .n = n_texts};
+    b.batch = resize(NULL, (size_t)n_texts * n, sizeof *b.batch);
+    for (int i = 0; i < n_texts; i++) sequences[i] = new_sequence(r);
+    decode_greedily(&b, bos, 1);
     double first_token = seconds() - began;
-    for (int i = 0; i < WARM_UP; i++) forward(sequence, &bos, 1, 0);
-    forward(sequence, tokens, n, 0);
+    for (int i = 0; i < WARM_UP; i++) bench_evaluate(&b, &bos, 0, 1, 0);
+    bench_evaluate(&b, tokens, 0, n, 0);
     double begin = seconds();
     for (; runs < BENCH_RUNS && (!runs || seconds() - begin < BENCH_SECONDS); runs++) {
         double before = seconds();
-        forward(sequence, tokens, n, 0);
+        bench_evaluate(&b, tokens, 0, n, 0);
         double middle = seconds();
-        decode_greedily(sequence, bos, decoded);
+        decode_greedily(&b, bos, decoded);
         prompt[runs] = middle - before;
         decode[runs] = seconds() - middle;
         bandwidth[runs] = llamac_bandwidth(r->engine);
         share[runs] = bandwidth[runs] > 0 ? decoded / decode[runs] * bytes / bandwidth[runs] : 0;
     }
-    double decode_speed = decoded / median(decode, runs);
-    printf(json ? "{\"threads\": %d, \"first_token_ms\": %.2f, \"prompt_tokens\": %d, "
+    double prompt_speed = n_texts * n / median(prompt, runs);
+    double calls = decoded / median(decode, runs); // per second; each reads all weights
+    printf(json ? "{\"threads\": %d, \"texts\": %d, \"first_token_ms\": %.2f, "
+                  "\"prompt_tokens\": %d, "
                   "\"prompt_tokens_per_s\": %.1f, \"decode_tokens\": %d, "
                   "\"decode_tokens_per_s\": %.1f, \"bytes_per_token\": %.0f, "
                   "\"decode_gb_per_s\": %.2f, \"bandwidth_gb_per_s\": %.2f, "
                   "\"bandwidth_share\": %.3f, \"peak_mib\": %.1f}\n"
                 : "threads                %12d\n"
+                  "texts at once          %12d\n"
                   "first token            %12.2f ms from the start\n"
                   "prompt of %4d tokens  %12.1f tokens/s\n"
                   "decoding %4d tokens   %12.1f tokens/s\n"
@@ -437,10 +473,11 @@ static void bench(Run *r, double began, bool json) {
                   "read without computing %12.2f GB/s\n"
                   "share of that reached  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
-           llamac_threads(r->engine), first_token * 1e3, n, n / median(prompt, runs), decoded,
-           decode_speed, bytes, bytes * decode_speed / 1e9, median(bandwidth, runs) / 1e9,
+           llamac_threads(r->engine), n_texts, first_token * 1e3, n, prompt_speed, decoded,
+           n_texts * calls, bytes, bytes * calls / 1e9, median(bandwidth, runs) / 1e9,
            median(share, runs), peak_memory());
-    llamac_sequence_free(sequence);
+    for (int i = 0; i < n_texts; i++) llamac_sequence_free(sequences[i]);
+    free(b.batch);
 }
 
 // ----------------------------------------------------------------------------
@@ -489,7 +526,8 @@ int main(int argc, char **argv) {
     load(&r, &o, !o.verify && !o.bench);
     if (o.context > r.info.seq_len)
         die("-c", "%.0f tokens, but the model's context is %d", o.context, r.info.seq_len);
-    bool reads_logits = o.perplexity || o.logits || o.at_once > 1 || o.prompts || o.jsonl;
+    bool reads_logits =
+        o.perplexity || o.logits || o.at_once > 1 || o.prompts || o.jsonl || o.lookup;
     r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len,
                                  .n_threads = (int)o.threads,
                                  .device = o.device,
@@ -498,7 +536,7 @@ int main(int argc, char **argv) {
                                  .kv_bits = kv_bits(o.kv),
                                  .isa = getenv("LLAMAC_ISA")};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
-    r.prompt_cache = o.prompt_cache;
+    r.prompt_cache = o.prompt_cache, r.json_object = o.json_object, r.lookup.on = o.lookup;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){.temperature = (float)o.temperature,
                                  .topp = (float)o.topp,
@@ -529,7 +567,7 @@ int main(int argc, char **argv) {
     if (o.verify) printf("the weights are intact\n");
     else if (o.perplexity) perplexity(&r, text = read_file(o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
-    else if (o.bench) bench(&r, began, o.json);
+    else if (o.bench) bench(&r, began, at_once, o.json);
     else if (o.tokenize) tokenize(&r, prompt, has_prompt, o.system, is_chat);
     else if (is_chat) chat(&r, prompt, has_prompt, o.system);
     else if (o.jsonl) answer_requests(&r, at_once, has_template ? "" : error.text);
@@ -537,6 +575,8 @@ int main(int argc, char **argv) {
     else generate(&r, &prompt, 1, at_once, at_once);
     flush();
 
+    for (int i = 0; i < r.n_grammars; i++) llamac_grammar_free(r.grammars[i]);
+    free(r.grammars);
     llamac_stop(r.engine);
     llamac_close(r.model);
     free(r.batch);

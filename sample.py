@@ -2,10 +2,12 @@
 Generate text from a trained model in PyTorch. `run` does the same in C, faster.
 
     python sample.py out/my --prompt="Once upon a time" --num_samples=3 --temperature=0.8
+    python sample.py out/my --prompts=prompts.txt --temperature=0
     python sample.py out/my --prompt="Once upon a time" --attention=look.html
 
-The second command draws how the model processes the prompt: attention, likely next tokens.
+The last command draws how the model processes the prompt: attention, likely next tokens.
 """
+import codecs
 import sys
 from pathlib import Path
 
@@ -14,22 +16,28 @@ from configurator import configure, fail  # first: it reports packages that are 
 import torch
 
 from engine.debug import inside
-from engine.training import checkpoint, distributed
+from engine.training import checkpoint, distributed, hardware
 from engine.training.load import load_model
 from engine.streams import without_controls
+from engine.untrusted import read_untrusted
 from page.inside import html
+from tokenizer import decode_utf8
 
 out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
                         # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # vocabulary of a llama2.c file: tokenizer.model, .json or .bin
 prompt = ""             # text to continue
-num_samples = 1         # number of continuations
+prompts = ""            # instead continue each line of this UTF-8 file
+num_samples = 1         # number of continuations of each prompt
 max_new_tokens = 256    # max tokens of each; beyond its context the model sees the latest tokens
 temperature = 1.0       # 0: always the likeliest token; above 1: flatter distribution than learned
 top_p = 0.9             # sample from the likeliest tokens with this total probability; 1: from all
-seed = 1337             # of the samples
+seed = 1337             # of the first sample of each prompt; the next have seed + 1 and so on
 attention = ""          # instead write this .html file: attention and likely tokens for the prompt
 device = "auto"         # auto, cpu, cuda, cuda:1, mps
+
+MAX_PROMPTS = 1 << 28   # bytes of a file of prompts
+AT_ONCE = 16            # max texts that are generated in one batch
 
 
 def check_settings():
@@ -40,9 +48,25 @@ def check_settings():
             ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
         if not valid:
             fail(f"{name} is {value}, expected {expected}")
+    if prompt and prompts:
+        fail(f"--prompts={prompts}: expected no --prompt beside it")
     if attention and not (prompt and attention.endswith(".html")):
         fail(f"--attention={attention}: expected a name that ends in .html, "
              "and a --prompt to look at")
+
+
+def read_prompts():
+    """Return the lines of the file `prompts`, or [prompt] without one. Empty lines are prompts."""
+    if not prompts:
+        return [prompt]
+    try:
+        data = read_untrusted(prompts, MAX_PROMPTS).removeprefix(codecs.BOM_UTF8)
+    except OSError as e:
+        fail(f"--prompts={prompts}: cannot be read ({e.strerror}); expected a text file")
+    if not data:
+        fail(f"--prompts={prompts}: the file has no lines")
+    lines = decode_utf8(data).removesuffix("\n").split("\n")
+    return [line.removesuffix("\r") for line in lines]
 
 
 def write_attention(model, vocabulary):
@@ -61,22 +85,27 @@ def main():
     model, vocabulary = load_model(checkpoint.newest_run(out_dir), tokenizer, torch_device)
     if attention:
         return write_attention(model, vocabulary)
-    start = torch.tensor([vocabulary.encode_prompt(prompt)], device=torch_device)
-    generator = torch.Generator(device=torch_device).manual_seed(seed)
+    texts = [(vocabulary.encode_prompt(line), seed + n)
+             for line in read_prompts() for n in range(num_samples)]
     stop, context = (vocabulary.bos_id, vocabulary.eos_id), model.args.max_seq_len
     warned = False
-    for n in range(num_samples):
+    for first in range(0, len(texts), AT_ONCE):
+        starts, seeds = zip(*texts[first:first + AT_ONCE])
+        generators = [torch.Generator(device=torch_device).manual_seed(each) for each in seeds]
         try:
-            tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
+            batch = model.generate(starts, max_new_tokens, temperature, top_p, stop, generators)
         except RuntimeError as e:  # torch.multinomial refuses NaN
+            if hardware.is_out_of_memory(e):
+                fail("out of memory on the device; lower --max_new_tokens or --num_samples")
             fail(f"{out_dir}: cannot be sampled from ({e}); its weights are broken")
-        # The model never reads the last token, so context + 1 tokens still fit.
-        if tokens.shape[1] > context + 1 and not warned:
-            warned = True
-            print(f"the context of {context} tokens is full: it slides over the text",
-                  file=sys.stderr)
-        text = without_controls(vocabulary.decode(tokens[0].tolist()))
-        print("\n" * (n > 0) + text, flush=True)
+        for n, tokens in enumerate(batch, first):
+            # The model never reads the last token, so context + 1 tokens still fit.
+            if len(tokens) > context + 1 and not warned:
+                warned = True
+                print(f"the context of {context} tokens is full: it slides over the text",
+                      file=sys.stderr)
+            text = without_controls(vocabulary.decode(tokens))
+            print("\n" * (n > 0) + text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """
-Measure the page's models over HTTP: tokens per second of one client and of several at once.
+Measure the page's models over HTTP: tokens per second and latency of one client and of many.
 
-    python bench/talk.py out/demo/model.gguf
+    python bench/models.py --shapes=15M --formats=f32,q8_0
+    python bench/talk.py cache/bench/15M/q8_0.gguf
 
-The clients and the server are two processes on the same cores. Every text is streamed.
+The clients and the server are two processes on the same cores. Every text is streamed. The numbers
+of clients take turns, so that other programs slow all of them alike.
 """
 import http.client
 import json
@@ -18,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
-model = ""         # model file
-clients = 16       # clients at once
-max_tokens = 100   # tokens of each text
-samples = 5        # measurements; the table has their medians
+model = ""           # model file
+clients = "1,16,64"  # numbers of clients at once, separated by commas; the first is compared with
+max_tokens = 100     # tokens of each text
+samples = 5          # measurements; the table has their medians
 prompt = "Once upon a time"
-server = ""        # folder of another version that serves, to compare; empty: this one
+server = ""          # folder of another version that serves, to compare; empty: this one
 
 SERVE = """
 import sys
@@ -37,24 +39,27 @@ served.serve_forever()
 
 
 def ask(port, token, n):
-    """Stream text number n. Return (tokens, seconds to the first one, seconds)."""
+    """Stream text number n. Return (tokens, [seconds until each event of the stream])."""
     body = {"model": "m", "prompt": f"{prompt} {n}", "max_tokens": max_tokens, "seed": n + 1,
             "stream": True, "stream_options": {"include_usage": True}}
-    begin, first = time.perf_counter(), None
+    begin = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/completions", json.dumps(body),
                        {"Authorization": f"Bearer {token}"})
-    last = None
+    last, times = None, []
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
-            first = first or time.perf_counter() - begin
+            times.append(time.perf_counter() - begin)
             last = line
-    return (json.loads(last[6:])["usage"]["completion_tokens"], first,
-            time.perf_counter() - begin)
+    connection.close()
+    return json.loads(last[6:])["usage"]["completion_tokens"], times
 
 
 def measure(port, token, n_clients):
-    """Return (tokens/s of all, mean seconds to the first token) of clients at once."""
+    """
+    Return (tokens/s of all, median seconds to the first token, those of the slowest client, longest
+    time between two tokens of the median client) of clients at once.
+    """
     found = []
     threads = [threading.Thread(target=lambda n=n: found.append(ask(port, token, n)))
                for n in range(n_clients)]
@@ -64,8 +69,10 @@ def measure(port, token, n_clients):
     for thread in threads:
         thread.join()
     seconds = time.perf_counter() - begin
-    return (sum(tokens for tokens, _, _ in found) / seconds,
-            statistics.mean(first for _, first, _ in found))
+    first = [times[0] for _, times in found]
+    pauses = [max(b - a for a, b in zip(times, times[1:])) for _, times in found]
+    return (sum(tokens for tokens, _ in found) / seconds, statistics.median(first), max(first),
+            statistics.median(pauses))
 
 
 def main():
@@ -76,11 +83,18 @@ def main():
     try:
         port, token = process.stdout.readline().split()
         ask(int(port), token, 0)  # opens the model
-        print("| clients | tokens/s of all | first token |\n| --- | --- | --- |")
-        for n in 1, clients:
-            rows = [measure(int(port), token, n) for _ in range(samples)]
-            speed, first = map(statistics.median, zip(*rows))
-            print(f"| {n} | {speed:,.0f} | {1000 * first:.0f} ms |", flush=True)
+        rows = {int(n): [] for n in clients.split(",")}
+        for _ in range(samples):
+            for n, found in rows.items():
+                found.append(measure(int(port), token, n))
+        print("| clients | tokens/s of all | ratio | first token | slowest | longest pause |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        least = None
+        for n, found in rows.items():
+            speed, *times = map(statistics.median, zip(*found))
+            least = least or speed
+            times = " | ".join(f"{1000 * t:.0f} ms" for t in times)
+            print(f"| {n} | {speed:,.0f} | {speed / least:.2f} | {times} |")
     finally:
         process.kill()
         process.wait()

@@ -27,6 +27,9 @@ static const char help[] =
     "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
     "  --prompt-cache FILE  keep keys and values of the prompt in a file; the next prompt\n"
     "                   that begins alike is evaluated from where it differs\n"
+    "  --json-object    write a JSON object, complete within -n tokens, without the prompt\n"
+    "  --lookup         guess tokens from earlier places of the text: the same text, faster\n"
+    "                   where it repeats itself or the prompt\n"
     "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
@@ -47,8 +50,8 @@ static const char help[] =
     "                   with -m chat those of your turns\n"
     "  --logits         write the logits of every prompt token as float32\n"
     "  --verify         compare the weights with the checksum in the file\n"
-    "  --bench          measure the speed with a prompt, then with -n tokens one by one;\n"
-    "                   --json prints JSON\n"
+    "  --bench          measure the speed with a prompt, then with -n tokens one by one,\n"
+    "                   of -b texts together; --json prints JSON\n"
     "  --version        version, instruction set and devices      -h, --help  this text\n";
 
 #ifdef CUDA
@@ -66,7 +69,7 @@ typedef struct {
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
     double seed, steps, context, threads, at_once;
-    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl;
+    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
 } Options;
 
 // An option of the command line. One of `on`, `text` and `number` points to where its value is
@@ -114,6 +117,8 @@ static Option find_option(Options *o, const char *flag) {
         {"--bench", .on = &o->bench},
         {"--json", .on = &o->json},
         {"--jsonl", .on = &o->jsonl},
+        {"--json-object", .on = &o->json_object},
+        {"--lookup", .on = &o->lookup},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (!strcmp(flag, options[i].flag)) return options[i];
@@ -165,11 +170,13 @@ static void check_tasks(const Options *o) {
         if (has_prompt) die(flag, "there is a prompt from %s already", o->prompt ? "-i" : "-f");
         if (tasks || chat) die(flag, "expected no other task beside it");
     }
-    if (o->at_once > 1 && (tasks || chat))
-        die("-b", "expected texts of a prompt, not another task");
+    if (o->at_once > 1 && ((tasks && !o->bench) || chat))
+        die("-b", "expected texts or --bench, not another task");
     if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
         die("--prompt-cache",
             "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
+    if ((o->json_object || o->lookup) && tasks)
+        die(o->lookup ? "--lookup" : "--json-object", "expected texts or a chat, not another task");
 }
 
 static void check_options(const Options *o) {
@@ -218,7 +225,7 @@ static Options parse_options(int argc, char **argv) {
 // top-p.
 static bool needs_logits(const Options *o) {
     return o->topk || o->minp || (o->repeat_penalty && o->repeat_penalty != 1)
-           || o->frequency_penalty || o->presence_penalty;
+           || o->frequency_penalty || o->presence_penalty || o->json_object;
 }
 
 #endif

@@ -21,7 +21,7 @@ typedef struct {
     Text id; // JSON, as it was given; null without one
     Text prompt;
     Text system; // ends with a zero; s is NULL without one
-    bool has_prompt, has_stops;
+    bool has_prompt, has_stops, json_object;
     Message *messages; // (n_messages,)
     int n_messages;
     Text stops[MAX_STOPS]; // each with a zero at its end
@@ -128,6 +128,22 @@ static bool read_prompt(Json *j, Request *q) {
     return read_string(j, &q->prompt);
 }
 
+// Reads {"type": "text"} or {"type": "json_object"}.
+static bool read_format(Json *j, Request *q) {
+    Text key = {0}, type = {0};
+    bool ok = expect(j, '{') && read_c_string(j, &key);
+    if (ok && strcmp(key.s, "type") != 0)
+        ok = refuse(j, "unknown field '%.40s' of response_format", key.s);
+    ok = ok && expect(j, ':') && read_c_string(j, &type) && expect(j, '}');
+    q->json_object = ok && !strcmp(type.s, "json_object");
+    if (ok && !q->json_object && strcmp(type.s, "text") != 0)
+        ok = refuse(j, "the type of response_format is '%.40s', expected text or json_object",
+                    type.s);
+    free(key.s);
+    free(type.s);
+    return ok;
+}
+
 // A field of a request: one of `read` and `number` stores its value.
 typedef struct {
     const char *name;
@@ -136,7 +152,7 @@ typedef struct {
     bool whole;
 } Field;
 
-enum { N_FIELDS = 14 };
+enum { N_FIELDS = 15 };
 
 static void set_fields(Field fields[N_FIELDS], Request *q) {
     const Field all[N_FIELDS] = {
@@ -144,6 +160,7 @@ static void set_fields(Field fields[N_FIELDS], Request *q) {
         {"prompt", .read = read_prompt},
         {"messages", .read = read_messages},
         {"stop", .read = read_stops},
+        {"response_format", .read = read_format},
         {"max_tokens", .number = &q->max_tokens, .min = 1, .max = INT_MAX, .whole = true},
         {"temperature", .number = &q->temperature, .max = 1e6},
         {"top_p", .number = &q->topp, .max = 1},
@@ -270,10 +287,11 @@ static bool encode_request(const Run *r, const Request *q, const char *chat_erro
 
 // Begins the answer to a line. If the line is not a valid request, prints an error as its answer
 // and returns NULL.
-static Answer *begin_answer(const Run *r, const char *line, size_t n, const char *chat_error) {
+static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat_error) {
     const llamac_sampler *given = &r->sampler; // by the command line
     Json json = {.s = line, .n = n};
-    Request q = {.max_tokens = r->steps,
+    Request q = {.json_object = r->json_object,
+                 .max_tokens = r->steps,
                  .temperature = given->temperature,
                  .topp = given->topp,
                  .topk = given->topk,
@@ -284,15 +302,18 @@ static Answer *begin_answer(const Run *r, const char *line, size_t n, const char
     llamac_error error = {""};
     Tokens tokens = {0};
     Answer *answer = NULL;
+    Stream stream = {0};
     append_string(&q.id, "null");
     bool ok = read_request(&json, &q);
     if (ok) ok = encode_request(r, &q, chat_error, &tokens, &error);
+    if (ok && q.json_object) ok = use_grammar(r, &stream, (int)q.max_tokens, &error);
+    if (!ok) close_stream(r, &stream);
     if (!ok) print_answer(&q.id, NULL, *json.error ? json.error : error.text);
     else {
         const char *stops[MAX_STOPS];
         for (int i = 0; i < q.n_stops; i++) stops[i] = q.stops[i].s;
         answer = resize(NULL, 1, sizeof *answer);
-        *answer = (Answer){.id = q.id};
+        *answer = (Answer){.id = q.id, .stream = stream};
         q.id = (Text){0};
         Stream *s = &answer->stream;
         s->sampler = (llamac_sampler){.temperature = (float)q.temperature,
@@ -315,9 +336,9 @@ static Answer *begin_answer(const Run *r, const char *line, size_t n, const char
     return answer;
 }
 
-static void end_answer(Answer *answer) {
+static void end_answer(Run *r, Answer *answer) {
     print_answer(&answer->id, &answer->stream, NULL);
-    close_stream(&answer->stream);
+    close_stream(r, &answer->stream);
     free(answer->stream.out.s);
     free(answer->id.s);
     free(answer);
@@ -387,7 +408,7 @@ static void answer_requests(Run *r, int max_active, const char *chat_error) {
         sample_all(r, active, n_active);
         int left = 0;
         for (int i = 0; i < n_active; i++) {
-            if (active[i]->done) end_answer((Answer *)active[i]);
+            if (active[i]->done) end_answer(r, (Answer *)active[i]);
             else active[left++] = active[i];
         }
         n_active = left;

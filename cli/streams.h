@@ -4,6 +4,7 @@
 #define CLI_STREAMS_H
 
 #include "common.h"
+#include "lookup.h"
 
 typedef struct {
     llamac_model *model;
@@ -14,14 +15,18 @@ typedef struct {
     const char *const *stops; // (n_stops,) strings before which a text ends
     int n_stops;
     bool raw;                 // print all bytes as they are
+    bool json_object;         // texts are JSON objects
     int steps;                // max tokens of a text, or of an answer in a chat
     bool told;                // the user has been told that a window slid
     const char *prompt_cache; // file with keys and values of a prompt, or NULL
     // for evaluate
     llamac_batch_token *batch; // (capacity,)
     int capacity;
-    int64_t evaluated; // tokens so far
+    int64_t evaluated; // tokens so far, without wrong guesses
     double began;      // time of the first call of evaluate
+    Lookup lookup;
+    llamac_grammar **grammars; // (n_grammars,) that no text uses at the moment
+    int n_grammars;
 } Run;
 
 typedef struct {
@@ -33,10 +38,14 @@ typedef struct {
     bool slid;         // the window has slid at least once
     int prompt_tokens; // of the text, BOS included
     // The text that is being continued
-    llamac_text *text; // of the sampled tokens
-    int sampled, max;  // tokens
-    int last;          // latest sampled token
-    int result;        // of llamac_text_add for that token
+    llamac_text *text;        // of the sampled tokens
+    llamac_grammar *grammar;  // which these obey, or NULL
+    int sampled, max;         // tokens
+    int last;                 // latest sampled token
+    int result;               // of llamac_text_add for it; LLAMAC_STOP if an object is complete
+    int at;                   // place of the window's last token in the latest batch
+    int guesses[MAX_GUESSES]; // (n_guesses,) tokens that follow it there
+    int n_guesses, max_guesses;
     bool done;
     Text out; // may be shown, but is not printed yet
 } Stream;
@@ -78,8 +87,14 @@ static void open_copy(const Run *r, Stream *s, const Stream *from) {
     s->length = from->length, s->evaluated = from->evaluated, s->slid = from->slid;
 }
 
-// Frees all but the text that waits to be printed.
-static void close_stream(Stream *s) {
+// Frees all but the text that waits to be printed. Its grammar is left to later texts, because it
+// takes long to create.
+static void close_stream(Run *r, Stream *s) {
+    if (s->grammar) {
+        r->grammars = resize(r->grammars, r->n_grammars + 1, sizeof *r->grammars);
+        r->grammars[r->n_grammars++] = s->grammar;
+        s->grammar = NULL;
+    }
     llamac_sequence_free(s->sequence);
     llamac_text_free(s->text);
     free(s->window);
@@ -112,19 +127,37 @@ static void feed(const Run *r, Stream *s, const int *tokens, int n) {
     }
 }
 
+// Guesses the next tokens of a stream, as many as the text and the window have room for, and adds
+// them to the batch, which has `count` tokens. Returns the new count.
+static int add_guesses(Run *r, Stream *s, int count) {
+    int max = s->max_guesses ? s->max_guesses : FIRST_GUESSES;
+    int room = llamac_positions(r->engine) - s->length, left = s->max - s->sampled - 1;
+    if (max > room) max = room;
+    if (max > left) max = left;
+    s->n_guesses = guess_tokens(s->window, s->length, max, s->guesses);
+    for (int i = 0; i < s->n_guesses; i++)
+        r->batch[count++] = (llamac_batch_token){s->sequence, s->guesses[i], s->length + i, true};
+    return count;
+}
+
 // Evaluates the tokens of n streams that are not evaluated yet, in one batch. Of many streams, one
 // with a long prompt evaluates a part of it in each call, so that the others need not wait.
 static void evaluate(Run *r, Stream **streams, int n) {
     enum { PROMPT_PART = 256 }; // tokens
     llamac_error error;
-    int count = 0;
-    if (!r->evaluated) r->began = seconds();
+    int count = 0, n_guesses = 0;
+    bool one_each = true; // each stream goes on by the token that was sampled last
+    double begin = seconds();
+    if (!r->evaluated) r->began = begin;
+    for (int i = 0; i < n; i++)
+        one_each &= streams[i]->length - streams[i]->evaluated == 1 && streams[i]->sampled > 0;
+    bool guess = one_each && may_guess(&r->lookup, n);
     for (int i = 0; i < n; i++) {
         Stream *s = streams[i];
         int left = s->length - s->evaluated,
             part = n > 1 && left > PROMPT_PART ? PROMPT_PART : left;
-        if (count + part > r->capacity) {
-            r->capacity = 2 * r->capacity + part;
+        if (count + part + MAX_GUESSES > r->capacity) {
+            r->capacity = 2 * r->capacity + part + MAX_GUESSES;
             r->batch = resize(r->batch, r->capacity, sizeof *r->batch);
         }
         for (int end = s->evaluated + part; s->evaluated < end; s->evaluated++) {
@@ -132,9 +165,13 @@ static void evaluate(Run *r, Stream **streams, int n) {
             r->batch[count++] = (llamac_batch_token){s->sequence, s->window[s->evaluated],
                                                      s->evaluated, /*logits*/ is_last};
         }
+        s->at = count - 1, s->n_guesses = 0;
+        if (guess) count = add_guesses(r, s, count);
+        n_guesses += s->n_guesses;
     }
     if (!llamac_evaluate(r->engine, r->batch, count, &error)) die("model", "%s", error.text);
-    r->evaluated += count;
+    if (one_each) count_call(&r->lookup, n, n_guesses, seconds() - begin);
+    r->evaluated += count - n_guesses;
 }
 
 // Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
@@ -149,30 +186,64 @@ static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_
     s->sampled = 0, s->max = max, s->done = false;
 }
 
-// Samples the next token of the stream. Adds it to the window, unless the text is done: the text
-// ends at a token that ends it, before a stop string, or after s->max tokens.
-static void sample_next(const Run *r, Stream *s) {
+// Makes the next text of a stream, of `max` tokens at most, a JSON object. Fails if the vocabulary
+// cannot write one, or not in `max` tokens.
+static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
+    if (!s->grammar && r->n_grammars) s->grammar = r->grammars[--r->n_grammars];
+    if (!s->grammar) s->grammar = llamac_grammar_json(r->model, true, error);
+    if (!s->grammar) return false;
+    llamac_grammar_reset(s->grammar);
+    if (max > 0 && memchr(llamac_grammar_allowed(s->grammar, max), 1, r->info.vocab_size))
+        return true;
+    snprintf(error->text, sizeof error->text,
+             "the text has room for %d tokens, too few for a JSON object", max > 0 ? max : 0);
+    return false;
+}
+
+// Samples the next token of the stream from the logits of token i of the latest batch. Adds it to
+// the window, unless the text is done: the text ends at a token that ends it, before a stop string,
+// after s->max tokens, or as soon as it is the JSON object that it must be.
+static void sample_next(const Run *r, Stream *s, int i) {
     llamac_error error;
     const char *shown;
     size_t n;
-    s->last = llamac_sample(s->sequence, &s->sampler, &error);
+    if (s->grammar) s->sampler.allowed = llamac_grammar_allowed(s->grammar, s->max - s->sampled);
+    s->last = llamac_sample_at(r->engine, i, &s->sampler, &error);
     if (s->last < 0) die("model", "%s", error.text);
+    llamac_grammar_accept(s->grammar, s->last);
+    bool complete = llamac_grammar_complete(s->grammar); // false without a grammar
     s->result = llamac_text_add(s->text, s->last, &shown, &n, &error);
     if (s->result < 0) die("text", "%s", error.text);
     append(&s->out, shown, n);
     if (s->result != LLAMAC_END) s->sampled++;
-    s->done = s->result != LLAMAC_MORE || s->sampled == s->max;
+    s->done = s->result != LLAMAC_MORE || complete || s->sampled == s->max;
     if (!s->done) feed(r, s, &s->last, 1);
     else if (s->result == LLAMAC_MORE) {
         if (!llamac_text_finish(s->text, &shown, &n, &error)) die("text", "%s", error.text);
         append(&s->out, shown, n);
+        if (complete) s->result = LLAMAC_STOP;
     }
 }
 
-// Samples a token for each of n streams whose tokens are all evaluated.
-static void sample_all(const Run *r, Stream **streams, int n) {
+// Samples the next token of a stream whose tokens are all evaluated and, as long as the sampled
+// tokens are the guessed ones, those after them. The next batch replaces wrong guesses.
+static void sample_stream(Run *r, Stream *s) {
+    int right = 0;
+    sample_next(r, s, s->at);
+    while (right < s->n_guesses && !s->done && s->last == s->guesses[right]) {
+        s->evaluated++;
+        sample_next(r, s, s->at + ++right);
+    }
+    if (!s->n_guesses) return;
+    s->max_guesses = next_guesses(s->n_guesses, right);
+    count_right(&r->lookup, right);
+    r->evaluated += right;
+}
+
+// Samples for each of n streams whose tokens are all evaluated.
+static void sample_all(Run *r, Stream **streams, int n) {
     for (int i = 0; i < n; i++)
-        if (streams[i]->evaluated == streams[i]->length) sample_next(r, streams[i]);
+        if (streams[i]->evaluated == streams[i]->length) sample_stream(r, streams[i]);
 }
 
 // Prints what may be shown.

@@ -125,7 +125,8 @@ class RMSNorm(torch.autograd.Function):
 def rotate(x, rope):
     """
     Return x (B, T, H, Q) with rotary positions: each pair (2i, 2i+1), Meta's layout, is rotated by
-    the angle whose cosine and sine are in rope (T, Q/2, 2). https://arxiv.org/abs/2104.09864
+    the angle whose cosine and sine are in rope, (T, Q/2, 2) or, where the rows have other
+    positions, (B, T, Q/2, 2). https://arxiv.org/abs/2104.09864
 
     Without a compiler a pair is treated as a complex number, on GPUs and in plain_formulas() too:
     one complex product takes a sixth of the time of the real products in rotate_plain, and can be
@@ -134,7 +135,8 @@ def rotate(x, rope):
     if torch.compiler.is_compiling():
         return rotate_plain(x, rope)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, H, Q/2)
-    return torch.view_as_real(pairs * torch.view_as_complex(rope)[:, None]).flatten(-2).type_as(x)
+    turns = torch.view_as_complex(rope).unsqueeze(-2)  # (..., T, 1, Q/2)
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
 def rotate_plain(x, rope):
@@ -143,7 +145,7 @@ def rotate_plain(x, rope):
     halves is slower in the compiler's kernels.
     """
     pairs = x.float().unflatten(-1, (-1, 2))                # (B, T, H, Q/2, 2)
-    cos, sin = rope[:, None].split(1, -1)                   # (T, 1, Q/2, 1) each
+    cos, sin = rope.unsqueeze(-3).split(1, -1)              # (..., T, 1, Q/2, 1) each
     across = (pairs * torch.cat((sin, -sin), -1)).flip(-1)  # (-b sin, a sin)
     return (pairs * cos + across).flatten(-2).type_as(x)
 

@@ -42,6 +42,10 @@ class Error(RuntimeError):
     """An error of the library; its text is one line."""
 
 
+class OutOfMemory(Error):
+    """The library could not allocate memory. The call can be repeated when some has been freed."""
+
+
 class Options(ctypes.Structure):
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
@@ -113,13 +117,20 @@ FUNCTIONS = {
     "logits": (c_void_p, SEQUENCE),
     "batch_logits": (c_void_p, ENGINE, c_int),
     "sample_sized": (c_int, SEQUENCE, POINTER(Sampler), c_size_t, ERROR),
+    "sample_at_sized": (c_int, ENGINE, c_int, POINTER(Sampler), c_size_t, ERROR),
+    "sample_batch_sized": (c_bool, c_void_p, c_void_p, c_int, c_void_p, c_size_t, ERROR),
     "grammar_json": (GRAMMAR, MODEL, c_bool, ERROR),
+    "grammar_copy": (GRAMMAR, GRAMMAR, ERROR),
     "grammar_free": (None, GRAMMAR),
     "grammar_reset": (None, GRAMMAR),
     "grammar_accept": (c_bool, GRAMMAR, c_int),
     "grammar_allowed": (c_void_p, GRAMMAR, c_int),
     "grammar_complete": (c_bool, GRAMMAR),
 }
+# Functions that take a microsecond. Other threads do not run meanwhile, because to release Python's
+# lock and to wait for it again would take longer.
+QUICK = {"decode", "ends", "sequence_length", "sequence_tokens", "grammar_reset", "grammar_accept",
+         "grammar_complete"}
 
 
 @functools.cache
@@ -127,10 +138,11 @@ def library():
     """Return the loaded library. Raises Error."""
     path = next((path for path in PATHS if path.exists()), PATHS[-1])
     try:
-        loaded = ctypes.CDLL(str(path))
+        loaded, quick = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for name, (result, *arguments) in FUNCTIONS.items():
-            function = getattr(loaded, f"llamac_{name}")
+            function = getattr(quick if name in QUICK else loaded, f"llamac_{name}")
             function.restype, function.argtypes = result, arguments
+            setattr(loaded, f"llamac_{name}", function)
     except (OSError, AttributeError) as e:
         raise Error(f"{path} cannot be used ({e}); make it with: make lib") from e
     return loaded
@@ -144,7 +156,8 @@ def call(name, *arguments):
     message = ctypes.create_string_buffer(512)
     result = getattr(library(), f"llamac_{name}")(*arguments, message)
     if result is None or result is False or (FUNCTIONS[name][0] is c_int and result < 0):
-        raise Error(message.value.decode())
+        text = message.value.decode()
+        raise (OutOfMemory if text.startswith("not enough memory") else Error)(text)
     return result
 
 
@@ -216,7 +229,7 @@ class Model:
         except Error as e:
             raise (e if isinstance(source, bytes) else Error(f"{source}: {e}")) from None
         self.pointer = owned(self, "llamac_close", pointer, source)
-        self.info = Info()
+        self.info, self.decoded = Info(), {}  # decoded: {token: bytes}, see decode_next
         library().llamac_describe_sized(self.pointer, byref(self.info), ctypes.sizeof(Info))
 
     def encode(self, text, bos=None):
@@ -236,6 +249,15 @@ class Model:
             parts.append(buffer.raw)
             previous = token
         return b"".join(parts)
+
+    def decode_next(self, token, previous):
+        """Return decode([token], previous). The bytes of each token are computed once."""
+        if previous == self.info.bos:  # some tokenizers drop a space here
+            return self.decode([token], previous)
+        data = self.decoded.get(token)
+        if data is None:
+            data = self.decoded[token] = self.decode([token], previous)
+        return data
 
     def use_template(self, name=None):
         """
@@ -324,6 +346,27 @@ class Engine:
             call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
                  BATCH_TOKEN.itemsize)
 
+    def sample_batch(self, sequences, samplers):
+        """
+        Return the next token of each sequence in a list, drawn by the sampler of the same index as
+        Sequence.sample does, or the Error of that call. One call of the library samples all.
+        """
+        n = len(sequences)
+        pointers = (c_void_p * n)(*(sequence.pointer for sequence in sequences))
+        addresses = (c_void_p * n)(*map(ctypes.addressof, samplers))
+        tokens = (c_int * n)()
+        with self.using():
+            ok = library().llamac_sample_batch_sized(pointers, addresses, n, tokens,
+                                                     ctypes.sizeof(Sampler), None)
+        found = list(tokens)
+        for i in range(0 if ok else n):
+            if found[i] < 0:
+                try:
+                    found[i] = sequences[i].sample(samplers[i])  # raises the error
+                except Error as e:
+                    found[i] = e
+        return found
+
     def load(self, path):
         """
         Return a sequence with the tokens in a file of Sequence.save, whose keys and values are read
@@ -342,6 +385,15 @@ class Engine:
         with self.using():
             return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
                                  self.model)
+
+    def sample(self, i, sampler):
+        """
+        Return a next token, drawn from the logits of token i of the latest call, counted as in
+        logits(). Penalties are for the tokens of its sequence up to that one.
+        """
+        with self.using():
+            return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
+                        ctypes.sizeof(sampler))
 
 
 class Sequence:
@@ -431,6 +483,16 @@ class Grammar:
     def __init__(self, model):
         pointer = call("grammar_json", model.pointer, True)  # True: an object, not any value
         self.pointer = owned(self, "llamac_grammar_free", pointer, model)
+
+    def copy(self):
+        """
+        Return a grammar for another text. It shares the tables of this one, whose computation takes
+        tens of milliseconds for a large vocabulary.
+        """
+        copy = object.__new__(Grammar)
+        pointer = call("grammar_copy", self.pointer)
+        copy.pointer = owned(copy, "llamac_grammar_free", pointer, self)
+        return copy
 
     def reset(self):
         """Begin a new text."""

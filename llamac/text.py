@@ -21,7 +21,10 @@ class TextStream:
 
     def add(self, data, last=False):
         """Add bytes and return the text that is certain now. last: no more bytes follow."""
-        self.held += self.decoder.decode(data, last)
+        text = self.decoder.decode(data, last)
+        if not self.stop:
+            return text
+        self.held += text
         ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         if ends:
             self.held, self.stopped, last = self.held[:min(ends)], True, True
@@ -92,7 +95,7 @@ class Continuation:
         tokens = llamac.token_array(tokens)
         if not len(tokens):
             raise llamac.Error("a text of 0 tokens, expected 1 or more")
-        self.sequence, self.sampler, self.max_tokens = sequence, sampler, max_tokens
+        self.sampler, self.max_tokens = sampler, max_tokens
         self.model, self.top_logprobs = sequence.engine.model, top_logprobs
         self.grammar = grammar
         if grammar:
@@ -100,10 +103,8 @@ class Continuation:
         self.stream, self.details = TextStream(list(stop)), []
         self.count = self.length = 0  # tokens, and characters that advance() returned
         self.reason = "length" if max_tokens == 0 else None
-        # The last token is evaluated in any case, for its logits.
-        known = common_prefix(sequence.tokens, tokens[:-1])
-        sequence.truncate(known)
-        self.last, self.new = int(tokens[-1]), tokens[known:]  # new: still to evaluate
+        self.last, self.new = int(tokens[-1]), tokens  # new: still to evaluate
+        self.resume(sequence)
         self.slide()
 
     @property
@@ -114,6 +115,18 @@ class Continuation:
     def n_new(self):
         """Number of tokens that are still to be evaluated."""
         return len(self.new)
+
+    def suspend(self):
+        """Free the sequence. resume() goes on with the same text, in another sequence."""
+        self.new = np.concatenate([self.sequence.tokens, self.new])
+        self.sequence.free()
+
+    def resume(self, sequence):
+        """Evaluate the new tokens in a sequence that begins with some of them, or is empty."""
+        # The last token is evaluated in any case, for its logits.
+        known = common_prefix(sequence.tokens, self.new[:-1])
+        sequence.truncate(known)
+        self.sequence, self.new = sequence, self.new[known:]
 
     def slide(self):
         """
@@ -133,32 +146,38 @@ class Continuation:
         tokens, self.new = self.new[:max_tokens], self.new[max_tokens:]
         return llamac.Part(self.sequence, tokens, logits="none" if len(self.new) else "last")
 
-    def sample(self):
-        """Return the next token, which the grammar allows."""
-        if not self.grammar:
-            return self.sequence.sample(self.sampler)
-        left = NO_LIMIT if self.max_tokens is None else self.max_tokens - self.count
-        self.sampler.allowed = self.grammar.allowed(left)
-        token = self.sequence.sample(self.sampler)
-        self.grammar.accept(token)
-        return token
+    def take_back(self, part):
+        """Make the tokens of the latest Part, whose evaluation has failed, new again."""
+        self.new = np.concatenate([part.tokens, self.new])
 
-    def advance(self):
+    def prepare(self):
+        """Let the sampler draw only tokens that the grammar allows next."""
+        if self.grammar:
+            left = NO_LIMIT if self.max_tokens is None else self.max_tokens - self.count
+            self.sampler.allowed = self.grammar.allowed(left)
+
+    def advance(self, token=None):
         """
-        Sample the next token. Return (text, details, count, reason).
+        Append the next token. Return (text, details, count, reason).
+
+        token: what Engine.sample_batch has drawn after prepare(); None: sample it here.
 
         text: what has become certain, see TextStream; details: token_details of the tokens in it,
         and the "offset" of each in the whole text, in characters; count: tokens so far.
         """
         model, stream = self.model, self.stream
         logits = None if self.top_logprobs is None else self.sequence.logits
-        token = self.sample()
+        if token is None:
+            self.prepare()
+            token = self.sequence.sample(self.sampler)
+        if self.grammar:
+            self.grammar.accept(token)
         ended, data = model.ends(token), b""
         if not ended:
             if logits is not None:
                 entry = token_details(model, logits, self.last, token, self.top_logprobs)
                 self.details.append(entry | {"offset": self.length + len(stream.held)})
-            data = model.decode([token], self.last)
+            data = model.decode_next(token, self.last)
             self.count += 1
         complete = bool(self.grammar and self.grammar.complete)
         text = stream.add(data, ended or complete or self.count == self.max_tokens)
@@ -170,11 +189,16 @@ class Continuation:
             self.reason = "length"
         else:
             self.slide()
+        certain = self.certain_details() if self.details else []
+        return text, certain, self.count, self.reason
+
+    def certain_details(self):
+        """Return the details of the tokens in the text that is certain, and drop them."""
         # At the end all text is certain, but a stop text cuts off tokens, and so their details.
-        all_certain = self.reason and not stream.stopped
+        all_certain = self.reason and not self.stream.stopped
         certain = [entry for entry in self.details if entry["offset"] < self.length or all_certain]
         self.details = self.details[len(certain):]
-        return text, certain, self.count, self.reason
+        return certain
 
 
 def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None, grammar=None):

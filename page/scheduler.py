@@ -4,20 +4,29 @@ Texts for many clients at once: one thread owns the engines and evaluates a batc
 A batch has the next token of each running text, and a chunk of the prompts of those that have just
 begun, so that running texts do not stall behind a long prompt. Engines of several models take
 turns, because one batch uses all cores. A text does not depend on the others in its batch.
+
+A text begins when there is memory for all its tokens. If the library finds too little all the same,
+sequences that were kept for later requests are freed, and then the text that began last goes back
+to the queue, until another one ends. It loses nothing: its tokens are evaluated again.
 """
+import contextlib
 import threading
 import traceback
 from collections import deque
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import llamac
+from page.system import available_memory
 
-MAX_RUNNING = 16  # texts that are generated at once; others wait in the order of their arrival
+MAX_RUNNING = 64  # texts that are generated at once; others wait in the order of their arrival
 PROMPT_CHUNK = 64  # tokens of prompts in a batch, of all together
-MAX_QUEUED = 256  # events that a client has not taken yet; its text pauses until then
-MAX_KEPT = 16  # sequences that are kept for later requests, of an engine
+MAX_QUEUED = 2048  # events that a client has not taken yet; its texts pause until then
+MAX_KEPT = 64  # sequences that are kept for later requests, of an engine
 MAX_KEPT_BYTES = 1 << 28  # of their KV caches in all, of an engine
+MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
+MEMORY_SHARE = 0.5  # of the memory that is free when an engine starts: for the texts that run
+POLL = 0.2  # seconds after which a client that waits for an event learns that there is none
 
 
 class SequenceCache:
@@ -29,6 +38,9 @@ class SequenceCache:
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
         token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values, 32 bits at most
         self.max_tokens = MAX_KEPT_BYTES // token_bytes
+        # Of the texts that run. The system would end the program rather than let it find too little
+        # memory.
+        self.max_running_tokens = MEMORY_SHARE * available_memory() / token_bytes
 
     def take(self, tokens, running=()):
         """
@@ -48,28 +60,94 @@ class SequenceCache:
         return sequence.copy(n)
 
     def keep(self, sequence):
-        """Keep a sequence, and free the oldest ones beyond the limits."""
-        self.kept.append((sequence, sequence.tokens))
+        """Keep a sequence if its tokens can be copied; free the oldest ones beyond the limits."""
+        try:
+            self.kept.append((sequence, sequence.tokens))
+        except MEMORY_ERRORS:
+            sequence.free()
+            return
         while len(self.kept) > MAX_KEPT or sum(len(t) for _, t in self.kept) > self.max_tokens:
             self.kept.pop(0)[0].free()
+
+    def free_oldest(self):
+        """Free the oldest kept sequence. Return whether there was one."""
+        if self.kept:
+            self.kept.pop(0)[0].free()
+            return True
+        return False
+
+
+class Inbox:
+    """
+    What a request's texts have generated: (index of the text, event), where an event is what
+    llamac.Continuation.advance() returns, or the exception that ends the text.
+    """
+
+    def __init__(self):
+        self.queue = SimpleQueue()
+        self.ended = threading.Event()  # a text has ended since the latest call of take()
+
+    def put(self, index, event, ends):
+        """Append an event. ends: it is the last one of its text."""
+        self.queue.put((index, event))
+        if ends:
+            self.ended.set()
+
+    def take(self, pause=0):
+        """
+        Return all that has arrived since the latest call, in a list that is empty if nothing
+        arrives within POLL seconds.
+
+        pause: seconds to wait first, unless a text ends. To wake a thread for each token takes
+        more time than to make its text.
+        """
+        if pause:
+            self.ended.wait(pause)
+        self.ended.clear()
+        found = []
+        with contextlib.suppress(Empty):
+            found.append(self.queue.get(timeout=POLL))
+            while True:
+                found.append(self.queue.get_nowait())
+        return found
+
+    def is_full(self):
+        return self.queue.qsize() >= MAX_QUEUED
 
 
 @dataclass(eq=False)
 class Task:
-    """
-    A text to generate. The scheduler puts (index, event) into `events`: what
-    llamac.Continuation.advance() returns, or the llamac.Error that ends the text.
-    """
+    """A text to generate."""
     cache: SequenceCache
     tokens: list  # of the prompt; texts of the same prompt share the list
     options: dict  # further arguments of llamac.Continuation
-    events: SimpleQueue
+    inbox: Inbox
     index: int = 0
-    text: llamac.Continuation | None = None  # None: it waits
+    grammar: llamac.Grammar | None = None  # whose copy the text obeys
+    text: llamac.Continuation | None = None  # None: it has not begun
     cancelled: bool = False
 
-    def is_paused(self):
-        return self.events.qsize() >= MAX_QUEUED
+    def max_tokens(self):
+        """Return how many tokens the sequence can get."""
+        wanted = len(self.tokens) + self.options["max_tokens"]
+        return min(wanted, self.cache.engine.positions)
+
+    def begin(self, running):
+        """
+        Begin the text, or go on with it, in a sequence that begins like it. running: sequences of
+        the engine whose texts run. Raises llamac.Error or MemoryError.
+        """
+        tokens = self.text.new if self.text else llamac.token_array(self.tokens)
+        sequence = self.cache.take(tokens, running)
+        try:
+            if self.text:
+                self.text.resume(sequence)
+            else:
+                grammar = self.grammar and self.grammar.copy()
+                self.text = llamac.Continuation(sequence, tokens, grammar=grammar, **self.options)
+        except (llamac.Error, MemoryError):
+            sequence.free()
+            raise
 
 
 def split_evenly(needs, budget):
@@ -91,6 +169,7 @@ class Scheduler:
     def __init__(self):
         self.changed = threading.Condition()  # for the two queues
         self.waiting, self.running = deque(), []
+        self.memory_is_short = False  # no text begins until another one has ended
         self.thread = None
 
     def submit(self, tasks):
@@ -125,8 +204,9 @@ class Scheduler:
         """Drop the texts of clients that have left, begin others, evaluate a batch per engine."""
         for task in [task for task in self.running if task.cancelled]:
             self.end(task, llamac.Error("the client has left"))
-        self.begin()
-        ready = [task for task in self.running if not task.is_paused()]
+        if self.waiting:
+            self.begin()
+        ready = [task for task in self.running if not task.inbox.is_full()]
         for cache in {id(task.cache): task.cache for task in ready}.values():
             self.evaluate(cache.engine, [task for task in ready if task.cache is cache])
         if not ready:
@@ -137,68 +217,110 @@ class Scheduler:
         """Move texts from the queue to those that run, as long as there is room."""
         while True:
             with self.changed:
-                self.waiting = deque(task for task in self.waiting if not task.cancelled)
-                # The first text of a prompt evaluates it; the others then copy its sequence.
-                busy = [task.tokens for task in self.running if not task.text.count]
-                ready = [task for task in self.waiting
-                         if not any(task.tokens is tokens for tokens in busy)]
-                if not ready or len(self.running) >= MAX_RUNNING:
+                task = self.next_task()
+                if not task:
                     return
-                # A request with many texts leaves room for the others.
-                task = min(ready, key=lambda task: sum(other.events is task.events
-                                                       for other in self.running))
                 self.waiting.remove(task)
                 running = [other.text.sequence for other in self.running
                            if other.cache is task.cache]
                 self.running.append(task)
             try:
-                tokens = llamac.token_array(task.tokens)
-                sequence = task.cache.take(tokens, running)
-                task.text = llamac.Continuation(sequence, tokens, **task.options)
-            except llamac.Error as e:  # too little memory
+                task.begin(running)
+            except MEMORY_ERRORS as e:
+                if task.cache.free_oldest():
+                    self.put_back(task, wait=False)
+                elif len(self.running) > 1:
+                    self.put_back(task, wait=True)
+                else:
+                    self.end(task, e)
+            except llamac.Error as e:
                 self.end(task, e)
 
+    def next_task(self):
+        """Return the text that is to begin next, or None."""
+        if len(self.running) >= MAX_RUNNING or self.memory_is_short:
+            return None
+        self.waiting = deque(task for task in self.waiting if not task.cancelled)
+        # The first text of a prompt evaluates it; the others then copy its sequence.
+        busy = [task.tokens for task in self.running if not task.text.count and task.text.n_new > 1]
+        ready = [task for task in self.waiting
+                 if not any(task.tokens is tokens for tokens in busy)]
+        # A request with many texts leaves room for the others.
+        task = min(ready, default=None, key=lambda task: sum(other.inbox is task.inbox
+                                                             for other in self.running))
+        return task if task and self.has_memory(task) else None
+
+    def has_memory(self, task):
+        """Return whether there is memory for a text beside those of its model that run."""
+        beside = [other.max_tokens() for other in self.running if other.cache is task.cache]
+        return not beside or sum(beside) + task.max_tokens() <= task.cache.max_running_tokens
+
+    def put_back(self, task, wait):
+        """
+        Move a text for which there is too little memory from those that run to the front of the
+        queue. wait: it stays there until another text has ended.
+        """
+        with self.changed:
+            self.running.remove(task)
+            self.waiting.appendleft(task)
+            self.memory_is_short = wait
+
     def evaluate(self, engine, tasks):
-        """Evaluate a batch of an engine."""
+        """Evaluate a batch of an engine, and append a token to each text whose prompt is done."""
         prompts = [task for task in tasks if task.text.n_new > 1]
         shares = split_evenly([task.text.n_new for task in prompts], PROMPT_CHUNK)
         sizes = dict(zip(map(id, prompts), shares))
-        self.evaluate_parts(engine, [(task, task.text.part(sizes.get(id(task), 1)))
-                                     for task in tasks])
-
-    def evaluate_parts(self, engine, batch):
-        """Evaluate [(task, its Part)], and sample a token for each whose prompt is complete."""
+        parts = [task.text.part(sizes.get(id(task), 1)) for task in tasks]
         try:
-            engine.evaluate([part for _, part in batch])
-        except llamac.Error as e:
-            if len(batch) == 1:
-                self.end(batch[0][0], e)
-            else:  # end only those that fail alone
-                for one in batch:
-                    self.evaluate_parts(engine, [one])
+            engine.evaluate(parts)
+        except (llamac.Error, MemoryError) as e:
+            for task, part in zip(tasks, parts):
+                task.text.take_back(part)
+            self.recover(engine, tasks, e)
             return
-        for task, _ in batch:
-            if task.text.ready:
-                self.advance(task)
+        self.advance(engine, [task for task in tasks if task.text.ready])
 
-    def advance(self, task):
-        """Sample the next token of a text, and end the text if it is complete."""
-        try:
-            event = task.text.advance()
-        except llamac.Error as e:  # broken weights
-            self.end(task, e)
+    def recover(self, engine, tasks, error):
+        """Free memory for a batch that has failed, or end the texts that are the reason."""
+        cache = tasks[0].cache
+        if isinstance(error, MEMORY_ERRORS):
+            if cache.free_oldest():
+                return  # the next step tries again
+            running = [task for task in self.running if task.cache is cache]
+            if len(running) > 1:
+                running[-1].text.suspend()
+                self.put_back(running[-1], wait=True)
+                return
+        if len(tasks) == 1:
+            self.end(tasks[0], error)
             return
-        if task.text.reason:
-            self.end(task)
-        task.events.put((task.index, event))
+        for task in tasks:  # those that fail alone end
+            if task in self.running:
+                self.evaluate(engine, [task])
+
+    def advance(self, engine, tasks):
+        """Sample the next token of each text, and end those that are complete."""
+        for task in tasks:
+            task.text.prepare()
+        tokens = engine.sample_batch([task.text.sequence for task in tasks],
+                                     [task.text.sampler for task in tasks])
+        for task, token in zip(tasks, tokens):
+            if isinstance(token, llamac.Error):  # broken weights
+                self.end(task, token)
+                continue
+            event = task.text.advance(token)
+            if task.text.reason:
+                self.end(task)
+            task.inbox.put(task.index, event, ends=task.text.reason is not None)
 
     def end(self, task, error=None):
         """Take a text out of those that run. Without an error, keep its sequence."""
         with self.changed:
             self.running.remove(task)
-        if error:
-            task.events.put((task.index, error))
+            self.memory_is_short = False
         if task.text and error:
             task.text.sequence.free()
         elif task.text:
             task.cache.keep(task.text.sequence)
+        if error:
+            task.inbox.put(task.index, error, ends=True)

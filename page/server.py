@@ -5,8 +5,9 @@ Routes are {"METHOD /path": handler}. handler(request) returns one of:
 
 - a Response;
 - a dict or a list, which is sent as JSON;
-- an iterator of server-sent events: a dict is sent as JSON, a str as it is, and None as an empty
-  comment; sending it fails if the client has closed the connection.
+- an iterator of server-sent events: a dict is sent as JSON, a str as it is, a list of these in one
+  write, and None or an empty list as an empty comment; sending it fails if the client has closed
+  the connection.
 
 A handler raises ValueError for a user's mistake, and the server sends {"error": message}. Handlers
 never touch a socket.
@@ -234,6 +235,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request, and then closes the connection."""
     protocol_version = "HTTP/1.1"
     timeout = TIMEOUT
+    disable_nagle_algorithm = True  # send an event at once, before the client confirms the last one
     server_version = "llamac"
     sys_version = ""
 
@@ -373,11 +375,18 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.send_head(200, "text/event-stream", {})
             for event in events:
-                text = event if isinstance(event, str) else json.dumps(event)
-                self.wfile.write(b": \n\n" if event is None else f"data: {text}\n\n".encode())
+                texts = map(event_text, event if isinstance(event, list) else [event])
+                self.wfile.write("".join(texts).encode() or b": \n\n")
         finally:
             if hasattr(events, "close"):  # a generator
                 events.close()
+
+
+def event_text(event):
+    """Return a server-sent event as it is sent."""
+    if event is None:
+        return ": \n\n"
+    return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
 
 
 def file_route(path, **headers):

@@ -1,4 +1,5 @@
 """Measure the load of this machine: processors, memory, GPUs. The first two need Linux's /proc."""
+import math
 import shutil
 import subprocess
 import time
@@ -39,13 +40,26 @@ def cpu():
     return round(100 - 100 * (idle - idle_before) / (total - total_before))
 
 
-def memory():
-    """Return [used, total] memory in GiB, from /proc/meminfo."""
+def memory_info():
+    """Return {"MemTotal:": KiB, ...} of /proc/meminfo. Raises OSError or ValueError."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    kib = {words[0]: int(words[1]) for line in lines if len(words := line.split()) > 1}
+    return {words[0]: int(words[1]) for line in lines if len(words := line.split()) > 1}
+
+
+def memory():
+    """Return [used, total] memory in GiB."""
+    kib = memory_info()
     total = kib["MemTotal:"]
     used = total - kib["MemAvailable:"]
     return [round(used / 2 ** 20, 1), round(total / 2 ** 20, 1)]
+
+
+def available_memory():
+    """Return the bytes that programs can still get; infinity if that can't be read."""
+    try:
+        return memory_info()["MemAvailable:"] * 1024
+    except (OSError, ValueError, KeyError):
+        return math.inf
 
 
 def gpus():

@@ -4,10 +4,9 @@ Answers from models through OpenAI's API: /v1/models, /v1/completions, /v1/chat/
 The texts of all requests share one engine for each model; scheduler.py generates them.
 """
 import contextlib
-import itertools
+import json
 import mmap
 import os
-import queue
 import secrets
 import threading
 import time
@@ -18,12 +17,13 @@ from typing import NamedTuple
 import llamac
 from engine.files import stamp
 from engine.untrusted import open_untrusted, read_untrusted
-from page.scheduler import Scheduler, SequenceCache, Task
+from page.scheduler import Inbox, Scheduler, SequenceCache, Task
 from page.server import Response
 
 MAX_MODELS = 4         # open model files
 MAX_TEXTS = 64         # texts of a request: its prompts, times n
 MAX_TOKENS = (1 << 31) - 1  # the largest int of C
+PAUSE = 0.02           # seconds from one write of a stream to the next
 MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
 # Model files of up to this many bytes are read into memory rather than mapped, because reading a
 # mapping whose file was truncated raises SIGBUS, which ends the program.
@@ -48,7 +48,8 @@ class LoadedModel:
 
     def __init__(self, path):
         self.stamp, self.chat_error = stamp(path), ""
-        self.cache, self.lock = None, threading.Lock()
+        self.cache = self.json_grammar = None  # made by the first request that needs them
+        self.lock = threading.Lock()
         _, size, _ = self.stamp
         fits = size <= MAX_IN_MEMORY
         self.model = llamac.Model(read_untrusted(path, MAX_IN_MEMORY) if fits else path)
@@ -60,10 +61,16 @@ class LoadedModel:
             self.chat_error = str(e).partition(";")[0]  # without the advice for users of run
 
     def sequences(self):
-        """Return the SequenceCache of the model's engine, which the first request starts."""
+        """Return the SequenceCache of the model's engine."""
         with self.lock:
             self.cache = self.cache or SequenceCache(llamac.Engine(self.model))
             return self.cache
+
+    def grammar(self):
+        """Return the grammar of JSON objects, of which each text takes a copy."""
+        with self.lock:
+            self.json_grammar = self.json_grammar or llamac.Grammar(self.model)
+            return self.json_grammar
 
 
 # ---- the fields of a request
@@ -132,16 +139,22 @@ class Generation:
     max_tokens: int
     sampling: dict   # fields of llamac.Sampler
     biases: dict     # {token: what is added to its logit}
-    json: bool       # the texts are JSON objects
+    grammar: llamac.Grammar | None  # of JSON objects, if the texts are such
     seed: int        # of the first text of each prompt; the next ones have the numbers after it
     stop: list       # of texts that end the generation
     top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
     stream: bool
     include_usage: bool  # end the stream with the numbers of tokens
 
-    def tasks(self, cache, events):
-        """Return the Tasks of the texts, the first prompt's first. events: their queue."""
-        found = []
+    def usage(self, n_tokens):
+        """Return the numbers of tokens. n_tokens: of all texts."""
+        size = sum(map(len, self.prompts))
+        return {"prompt_tokens": size, "completion_tokens": n_tokens,
+                "total_tokens": size + n_tokens}
+
+    def tasks(self, loaded, inbox):
+        """Return the Tasks of the texts, the first prompt's first. loaded: the LoadedModel."""
+        found, cache = [], loaded.sequences()
         for tokens in self.prompts:
             for i in range(self.n):
                 state = (self.seed + i) & (1 << 64) - 1  # for uint64_t
@@ -149,9 +162,7 @@ class Generation:
                 sampler.set_biases(self.biases)
                 options = {"sampler": sampler, "max_tokens": self.max_tokens, "stop": self.stop,
                            "top_logprobs": self.top_logprobs}
-                if self.json:
-                    options["grammar"] = llamac.Grammar(cache.engine.model)
-                found.append(Task(cache, tokens, options, events, index=len(found)))
+                found.append(Task(cache, tokens, options, inbox, len(found), self.grammar))
         return found
 
 
@@ -300,12 +311,13 @@ def parse(body, chat, loaded):
         max_tokens = checked(body, fields, "max_completion_tokens", max_tokens)
         top_logprobs = checked(body, fields, "top_logprobs", 0) if top_logprobs else None
     stop = checked(body, fields, "stop", [])
+    is_json = checked(body, fields, "response_format", {}).get("type") == "json_object"
     options = checked(body, fields, "stream_options", {})
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
     return Generation(
         name=str(body["model"]), chat=chat, prompts=prompts, n=n, max_tokens=max_tokens,
         sampling=sampling(body, fields), biases=biases(body, fields, model),
-        json=checked(body, fields, "response_format", {}).get("type") == "json_object",
+        grammar=loaded.grammar() if is_json else None,
         seed=checked(body, fields, "seed", secrets.randbits(63)),
         stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
         top_logprobs=top_logprobs, stream=checked(body, fields, "stream", False),
@@ -363,55 +375,104 @@ class Talk:
             asked = parse(body, chat, loaded)
         except ApiError as e:
             return e.response
-        except (ValueError, llamac.Error) as e:  # invalid JSON; a prompt that can't be encoded
+        # invalid JSON; a prompt that can't be encoded, a vocabulary without the characters of JSON
+        except (ValueError, llamac.Error) as e:
             return ApiError(str(e)).response
         except RecursionError:
             return ApiError("the request is nested too deeply").response
-        events = self.events(loaded, asked)
-        return events if asked.stream else joined(asked, events, request.gone)
+        if asked.stream:
+            return self.stream(loaded, asked, request.gone)
+        return self.whole(loaded, asked, request.gone)
 
-    def events(self, loaded, asked):
+    def generate(self, loaded, asked):
         """
-        Yield the chunks of a response and None in between, so that the server finds out whether the
-        client has closed the connection. Closing this iterator ends the generation.
+        Yield lists of (index, (text, details, count, reason)), what llamac.Continuation.advance()
+        has returned for the texts of a request since the list before; an empty list if nothing has
+        arrived for a while. Closing this iterator ends the texts. Raises llamac.Error or
+        MemoryError.
         """
-        head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()),
-                "model": asked.name,
-                "object": "chat.completion.chunk" if asked.chat else "text_completion"}
-        tasks, events = [], queue.SimpleQueue()
+        inbox, tasks = Inbox(), []
         try:
-            tasks = asked.tasks(loaded.sequences(), events)
-            if asked.chat:
-                first = {"delta": {"role": "assistant", "content": ""}}
-                for task in tasks:
-                    yield head | {"choices": [choice(True, task.index, "", [], None) | first]}
+            tasks = asked.tasks(loaded, inbox)
             self.scheduler.submit(tasks)
-            total, running = 0, len(tasks)
-            while running:
-                try:
-                    index, event = events.get(timeout=1)
-                except queue.Empty:
-                    yield None
-                    continue
-                if isinstance(event, llamac.Error):
-                    raise event
-                text, details, count, reason = event
-                if text or details or reason:
-                    yield head | {"choices": [choice(asked.chat, index, text, details, reason)]}
-                else:
-                    yield None
-                if reason:
-                    total, running = total + count, running - 1
-            if asked.include_usage or not asked.stream:
-                size = sum(map(len, asked.prompts))
-                usage = {"prompt_tokens": size, "completion_tokens": total,
-                         "total_tokens": size + total}
-                yield head | {"choices": [], "usage": usage}
-            yield "[DONE]"
-        except llamac.Error as e:  # too little memory, broken weights
-            yield error(str(e), "server_error")
+            left, pause = len(tasks), 0
+            while left:
+                found = inbox.take(pause)
+                for _, event in found:
+                    if isinstance(event, Exception):
+                        raise event
+                    left -= event[-1] is not None
+                yield found
+                pause = PAUSE if found else 0
         finally:
             self.scheduler.cancel(tasks)
+
+    def stream(self, loaded, asked, gone):
+        """
+        Yield lists of the events of a response, in JSON; an empty list makes the server find out
+        whether the client has closed the connection. gone(): returns whether it has.
+        """
+        head = {"id": new_id(), "created": int(time.time()), "model": asked.name,
+                "object": "chat.completion.chunk" if asked.chat else "text_completion"}
+        begin, total = json.dumps(head)[:-1] + ', "choices": [', 0  # of each chunk
+        try:
+            if asked.chat:
+                first = {"delta": {"role": "assistant", "content": ""}}
+                yield [f"{begin}{json.dumps(choice(True, index, '', [], None) | first)}]}}"
+                       for index in range(asked.n)]
+            with contextlib.closing(self.generate(loaded, asked)) as batches:
+                for found in batches:
+                    if not found and gone():
+                        return
+                    choices = [choice(asked.chat, index, text, details, reason)
+                               for index, (text, details, _, reason) in found
+                               if text or details or reason]
+                    yield [f"{begin}{json.dumps(one)}]}}" for one in choices]
+                    total += sum(count for _, (*_, count, reason) in found if reason)
+            if asked.include_usage:
+                yield [json.dumps(head | {"choices": [], "usage": asked.usage(total)})]
+            yield ["[DONE]"]
+        except (llamac.Error, MemoryError) as e:  # broken weights, too little memory
+            yield [json.dumps(server_error(e))]
+
+    def whole(self, loaded, asked, gone):
+        """Return all texts in one response, as stream() has them in many."""
+        parts = [[] for _ in range(asked.n * len(asked.prompts))]  # of each text
+        try:
+            with contextlib.closing(self.generate(loaded, asked)) as batches:
+                for found in batches:
+                    for index, event in found:
+                        parts[index].append(event)
+                    if gone():
+                        return Response("")
+        except (llamac.Error, MemoryError) as e:
+            return Response(server_error(e), 500)
+        total = sum(events[-1][2] for events in parts)
+        return {"id": new_id(), "created": int(time.time()), "model": asked.name,
+                "object": "chat.completion" if asked.chat else "text_completion",
+                "choices": [whole_choice(asked, index, part) for index, part in enumerate(parts)],
+                "usage": asked.usage(total)}
+
+
+def new_id():
+    return f"cmpl-{secrets.token_hex(12)}"
+
+
+def server_error(e):
+    """Return an exception in OpenAI's format."""
+    return error(str(e) or "not enough memory", "server_error")
+
+
+def log_probabilities(chat, details):
+    """Return token_details of llamac in the format of completions or of chats."""
+    if chat:
+        fields = ("token", "logprob", "bytes", "top_logprobs")
+        return {"content": [{field: entry[field] for field in fields} for entry in details]}
+    return {"tokens": [entry["token"] for entry in details],
+            "token_logprobs": [entry["logprob"] for entry in details],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                             for entry in details],
+            "text_offset": [entry["offset"] for entry in details]}
 
 
 def choice(chat, index, text, details, reason):
@@ -419,56 +480,19 @@ def choice(chat, index, text, details, reason):
     Return the "choice" of a chunk. index: of the text; details, reason: as
     llamac.Continuation.advance() returns them.
     """
-    logprobs = None
-    if details and chat:
-        fields = ("token", "logprob", "bytes", "top_logprobs")
-        logprobs = {"content": [{field: entry[field] for field in fields} for entry in details]}
-    elif details:
-        logprobs = {
-            "tokens": [entry["token"] for entry in details],
-            "token_logprobs": [entry["logprob"] for entry in details],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                             for entry in details],
-            "text_offset": [entry["offset"] for entry in details]}
     content = {"delta": {"content": text}} if chat else {"text": text}
+    logprobs = log_probabilities(chat, details) if details else None
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def joined(asked, events, gone):
-    """
-    Return the events of a stream as one response. gone(): returns whether the client has closed the
-    connection.
-    """
-    found = []
-    with contextlib.closing(events):
-        for event in events:
-            if isinstance(event, dict):
-                found.append(event)
-            if gone():
-                return Response("")
-    if "error" in found[-1]:  # otherwise the last event has the usage
-        return Response(found[-1], 500)
-    parts = [[] for _ in range(asked.n * len(asked.prompts))]
-    for event in found[:-1]:
-        for part in event["choices"]:
-            parts[part["index"]].append(part)
-    kind = "chat.completion" if asked.chat else "text_completion"
-    return found[-1] | {"object": kind, "choices": [whole_choice(asked, part) for part in parts]}
-
-
-def whole_choice(asked, parts):
-    """Return the choices of one text in the chunks of a stream as one choice."""
-    logprobs = None
-    if asked.top_logprobs is not None:
-        found = [part["logprobs"] for part in parts if part["logprobs"]]
-        names = ["content"] if asked.chat else ["tokens", "token_logprobs", "top_logprobs",
-                                                "text_offset"]
-        logprobs = {name: list(itertools.chain.from_iterable(part[name] for part in found))
-                    for name in names}
-    text = "".join(part["delta"]["content"] if asked.chat else part["text"] for part in parts)
+def whole_choice(asked, index, events):
+    """Return the "choice" of a whole text. events: what advance() has returned for it."""
+    text = "".join(text for text, *_ in events)
+    details = [entry for _, found, *_ in events for entry in found]
     content = {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
-    return {"index": parts[0]["index"], **content, "logprobs": logprobs,
-            "finish_reason": parts[-1]["finish_reason"]}
+    wanted = asked.top_logprobs is not None
+    logprobs = log_probabilities(asked.chat, details) if wanted else None
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": events[-1][3]}
 
 
 # ---- model files

@@ -287,6 +287,7 @@ static bool read_byte(Partial *p, int next, bool space) {
 struct llamac_grammar {
     const llamac_model *model;
     int vocab_size, first_state; // first_state: of a text
+    bool is_copy;                // the tables below belong to another grammar
     // the text so far; the outermost container is bit depth - 1 of the stack
     int state, spaces, depth;
     uint64_t stack;
@@ -683,9 +684,22 @@ llamac_grammar *llamac_grammar_json(const llamac_model *m, bool object, Error *e
     return g;
 }
 
+llamac_grammar *llamac_grammar_copy(const llamac_grammar *from, Error *e) {
+    clear(e);
+    if (!from) return fail(e, "the grammar is NULL"), NULL;
+    llamac_grammar *g = resize(NULL, 1, sizeof *g);
+    uint8_t *allowed = resize(NULL, from->vocab_size, 1);
+    if (!g || !allowed) return free(g), free(allowed), fail(e, no_memory), NULL;
+    memcpy(g, from, sizeof *g);
+    g->allowed = allowed, g->is_copy = true;
+    llamac_grammar_reset(g);
+    return g;
+}
+
 void llamac_grammar_free(llamac_grammar *g) {
     if (!g) return;
     free(g->allowed);
+    if (g->is_copy) return free(g);
     free(g->effects);
     free(g->tokens);
     free(g->first_token);

@@ -5,6 +5,13 @@
 #include "sampler.h"
 #include "state.h"
 
+// A token of the last call.
+typedef struct {
+    const llamac_sequence *sequence; // NULL: it was freed since
+    int row;                         // of its logits, or -1
+    int end;                         // tokens of the sequence up to this one
+} EvaluatedToken;
+
 struct llamac_engine {
     // A copy of llamac_model.transformer and of its array of layers, because the backend may change
     // the pointers to weights
@@ -25,8 +32,8 @@ struct llamac_engine {
     bool on_host; // the last call wrote them to `logits`; else the backend's `choose` knows them
     int *tokens, *wanted; // (chunk,) of the pass, see Batch
     Run *runs;            // (chunk,) likewise
-    int *row_of;          // (n,) for each token of the last call: its row of logits, or -1
-    int n;                // tokens of the last call, 0 after a failure
+    EvaluatedToken *last; // (n,) tokens of the last call
+    int n;                // 0 after a failure
     uint64_t calls;       // that evaluated tokens, so far
     SamplerMemory sampler;
     Error note; // for llamac_note
@@ -44,6 +51,8 @@ struct llamac_sequence {
 };
 
 static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
+static const char no_logits[] =
+    "there are no logits of token %d of the last call, which evaluated %d tokens";
 static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
 
 // ----------------------------------------------------------------------------
@@ -92,7 +101,10 @@ llamac_sequence *llamac_sequence_new(llamac_engine *engine, Error *e) {
 
 void llamac_sequence_free(llamac_sequence *s) {
     if (!s) return;
-    s->engine->backend->free_cache(s->engine->backend, s->cache);
+    llamac_engine *engine = s->engine;
+    for (int i = 0; s->call == engine->calls && i < engine->n; i++)
+        if (engine->last[i].sequence == s) engine->last[i].sequence = NULL;
+    engine->backend->free_cache(engine->backend, s->cache);
     free(s->tokens);
     free(s);
 }
@@ -279,10 +291,10 @@ static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int
         const char *failure = b->failure ? b->failure(b) : NULL;
         CHECK(!failure, "%s", failure);
         for (int t = 0; t < pass.T; t++, at++) {
-            engine->row_of[at] = batch[at].logits ? row : -1;
-            if (!batch[at].logits) continue;
-            batch[at].sequence->row = row++;
-            batch[at].sequence->row_end = batch[at].position + 1;
+            llamac_sequence *s = batch[at].sequence;
+            int end = batch[at].position + 1;
+            engine->last[at] = (EvaluatedToken){s, batch[at].logits ? row : -1, end};
+            if (batch[at].logits) s->row = row++, s->row_end = end;
         }
     }
     return true;
@@ -293,9 +305,10 @@ bool llamac_evaluate_sized(llamac_engine *engine, const llamac_batch_token *batc
     clear(e);
     CHECK(engine, no_engine);
     if (!check_batch(engine, batch, n, size, e)) return false;
-    int rows = 0, *row_of = resize(engine->row_of, n, sizeof *row_of);
-    CHECK(row_of, no_memory);
-    engine->row_of = row_of, engine->n = 0, engine->calls++;
+    int rows = 0;
+    EvaluatedToken *last = resize(engine->last, n, sizeof *last);
+    CHECK(last, no_memory);
+    engine->last = last, engine->n = 0, engine->calls++;
     for (int i = 0; i < n; i++) rows += batch[i].logits;
     bool ok = make_rows(engine, rows, e) && append_tokens(engine, batch, n, e)
               && evaluate(engine, batch, n, e);
@@ -339,7 +352,7 @@ const float *llamac_logits(const llamac_sequence *s) {
 }
 
 const float *llamac_batch_logits(const llamac_engine *engine, int i) {
-    return engine && i >= 0 && i < engine->n ? row_at(engine, engine->row_of[i]) : NULL;
+    return engine && i >= 0 && i < engine->n ? row_at(engine, engine->last[i].row) : NULL;
 }
 
 bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Error *e) {
@@ -348,8 +361,7 @@ bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Erro
     CHECK(nll, "the place for the result is NULL");
     int n = engine->model.config.vocab_size;
     const float *logits = llamac_batch_logits(engine, i);
-    CHECK(logits, "there are no logits of token %d of the last call, which evaluated %d tokens", i,
-          engine->n);
+    CHECK(logits, no_logits, i, engine->n);
     CHECK(token >= 0 && token < n, outside_vocabulary, token, n);
     double max = -INFINITY, sum = 0;
     for (int j = 0; j < n; j++) {
@@ -478,7 +490,7 @@ void llamac_stop(llamac_engine *engine) {
     free(engine->tokens);
     free(engine->wanted);
     free(engine->runs);
-    free(engine->row_of);
+    free(engine->last);
     llamac_free_sampler_memory(&engine->sampler);
     free(engine->model.weights.layers);
     free(engine);
@@ -505,15 +517,15 @@ double llamac_bandwidth(const llamac_engine *engine) {
 // ----------------------------------------------------------------------------
 // Sampling
 
-// Samples from the logits of a row of the last call. Returns -1 after a failure.
-static int sample(llamac_engine *engine, llamac_sampler *sampler, const llamac_sequence *s, int row,
-                  Error *e) {
+// Samples from the logits of a row of the last call, after the first n of the tokens.
+static int sample_row(llamac_engine *engine, llamac_sampler *sampler, int row, const int *tokens,
+                      int n, Error *e) {
     Backend *b = engine->backend;
     int vocab_size = engine->model.config.vocab_size, next;
     if (!llamac_check_sampler(sampler, vocab_size, e)) return -1;
     if (engine->on_host)
         return llamac_draw(&engine->sampler, sampler, engine->logits + (size_t)row * vocab_size,
-                           s->tokens, s->row_end, e);
+                           tokens, n, e);
     if (!llamac_is_plain(sampler))
         return fail(e, "the logits are in the memory of the GPU, which samples by temperature and "
                        "top-p only; leave sample_only out of llamac_options"),
@@ -525,22 +537,55 @@ static int sample(llamac_engine *engine, llamac_sampler *sampler, const llamac_s
     return next;
 }
 
-int llamac_sample_sized(llamac_sequence *s, llamac_sampler *sampler, size_t size, Error *e) {
+// The same for a sampler of `size` bytes, whose state advances. Returns -1 after a failure.
+static int sample(llamac_engine *engine, llamac_sampler *sampler, size_t size, int row,
+                  const int *tokens, int n, Error *e) {
     enum { MIN_SIZE = offsetof(llamac_sampler, topk) }; // the first version ended there
-    clear(e);
-    if (!s || !sampler) return fail(e, s ? "the sampler is NULL" : no_sequence), -1;
-    int row = row_of(s);
-    if (row < 0)
-        return fail(e, "there are no logits of the sequence: expected a call that evaluates a "
-                       "token of it, and no other call since"),
-               -1;
     if (size < MIN_SIZE || size > sizeof *sampler)
         return fail(e, "a llamac_sampler of %zu bytes, expected %d to %zu", size, MIN_SIZE,
                     sizeof *sampler),
                -1;
     llamac_sampler all = {0}; // with the fields that the program does not know
     memcpy(&all, sampler, size);
-    int next = sample(s->engine, &all, s, row, e);
+    int next = sample_row(engine, &all, row, tokens, n, e);
     sampler->state = all.state;
     return next;
+}
+
+static const char no_sampler[] = "the sampler is NULL";
+
+int llamac_sample_sized(llamac_sequence *s, llamac_sampler *sampler, size_t size, Error *e) {
+    clear(e);
+    if (!s || !sampler) return fail(e, "%s", s ? no_sampler : no_sequence), -1;
+    int row = row_of(s);
+    if (row < 0)
+        return fail(e, "there are no logits of the sequence: expected a call that evaluates a "
+                       "token of it, and no other call since"),
+               -1;
+    return sample(s->engine, sampler, size, row, s->tokens, s->row_end, e);
+}
+
+int llamac_sample_at_sized(llamac_engine *engine, int i, llamac_sampler *sampler, size_t size,
+                           Error *e) {
+    clear(e);
+    if (!engine || !sampler) return fail(e, "%s", engine ? no_sampler : no_engine), -1;
+    const EvaluatedToken *token = i >= 0 && i < engine->n ? &engine->last[i] : NULL;
+    if (!token || token->row < 0) return fail(e, no_logits, i, engine->n), -1;
+    if (!token->sequence)
+        return fail(e, "the sequence of token %d of the last call was freed", i), -1;
+    return sample(engine, sampler, size, token->row, token->sequence->tokens, token->end, e);
+}
+
+bool llamac_sample_batch_sized(llamac_sequence *const *sequences, llamac_sampler *const *samplers,
+                               int n, int *tokens, size_t size, Error *e) {
+    clear(e);
+    CHECK(n >= 0, "%d sequences, expected 0 or more", n);
+    CHECK(!n || (sequences && samplers && tokens), "%d sequences at NULL, expected arrays", n);
+    bool ok = true;
+    for (int i = 0; i < n; i++) {
+        Error error;
+        tokens[i] = llamac_sample_sized(sequences[i], samplers[i], size, &error);
+        if (tokens[i] < 0 && ok) ok = fail(e, "%s", error.text);
+    }
+    return ok;
 }

@@ -333,6 +333,28 @@ static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampl
     return llamac_sample_sized(sequence, sampler, sizeof *sampler, error);
 }
 
+// Samples the token after token i of the engine's last call, whose logits must have been computed.
+// The penalties are then for the tokens of its sequence up to token i. Otherwise as llamac_sample.
+// Fails if the sequence was freed since the call.
+LLAMAC_API int llamac_sample_at_sized(llamac_engine *, int i, llamac_sampler *, size_t size,
+                                      llamac_error *);
+static inline int llamac_sample_at(llamac_engine *engine, int i, llamac_sampler *sampler,
+                                   llamac_error *error) {
+    return llamac_sample_at_sized(engine, i, sampler, sizeof *sampler, error);
+}
+
+// Samples the next token of each of n sequences, like llamac_sample with the sampler of the same
+// index. Writes the tokens to tokens (n,), with -1 where sampling fails; returns false and the first
+// error then. `size` is sizeof(llamac_sampler).
+LLAMAC_API bool llamac_sample_batch_sized(llamac_sequence *const *sequences,
+                                          llamac_sampler *const *samplers, int n, int *tokens,
+                                          size_t size, llamac_error *);
+static inline bool llamac_sample_batch(llamac_sequence *const *sequences,
+                                       llamac_sampler *const *samplers, int n, int *tokens,
+                                       llamac_error *error) {
+    return llamac_sample_batch_sized(sequences, samplers, n, tokens, sizeof **samplers, error);
+}
+
 // ----------------------------------------------------------------------------
 // Grammar
 
@@ -355,6 +377,10 @@ enum { LLAMAC_JSON_DEPTH = 64, LLAMAC_JSON_SPACES = 20 };
 // until llamac_grammar_free. If `object` is true, the text is an object, otherwise any value. Fails
 // if the vocabulary has no one-byte token for one of { } [ ] : , ".
 LLAMAC_API llamac_grammar *llamac_grammar_json(const llamac_model *, bool object, llamac_error *);
+
+// Creates a grammar for another text, which shares the tables of this one and takes no time to
+// build. Free it before the other.
+LLAMAC_API llamac_grammar *llamac_grammar_copy(const llamac_grammar *, llamac_error *);
 
 // Frees a grammar. NULL is allowed.
 LLAMAC_API void llamac_grammar_free(llamac_grammar *);

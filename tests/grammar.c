@@ -24,7 +24,13 @@ static int below(int n) { // a number 0..n-1 (Marsaglia's xorshift)
 
 #define EXPECT(condition) do { if (!(condition)) { fprintf(stderr, "line %d: %s\n", __LINE__, #condition); exit(1); } } while (0)
 
-typedef struct { llamac_model *model; llamac_grammar *grammar; int vocab_size, bytes[256]; uint16_t *structure; } Test;
+// grammar: one of the other two, of which the second is a copy of the first.
+typedef struct {
+    llamac_model *model;
+    llamac_grammar *grammar, *built, *copy;
+    int vocab_size, bytes[256];
+    uint16_t *structure;
+} Test;
 
 static const char structure[] = "{}[]\":,\\1";
 
@@ -38,8 +44,9 @@ static uint16_t structure_of(const char *s, size_t n) {
 static Test open_test(const char *path, bool object) {
     llamac_error error;
     Test t = {.model = llamac_open(path, 0, &error)};
-    if (t.model) t.grammar = llamac_grammar_json(t.model, object, &error);
-    if (!t.grammar) {
+    if (t.model) t.grammar = t.built = llamac_grammar_json(t.model, object, &error);
+    if (t.built) t.copy = llamac_grammar_copy(t.built, &error);
+    if (!t.copy) {
         fprintf(stderr, "%s\n", error.text);
         exit(1);
     }
@@ -56,7 +63,8 @@ static Test open_test(const char *path, bool object) {
 }
 
 static void close_test(Test *t) {
-    llamac_grammar_free(t->grammar);
+    llamac_grammar_free(t->copy);
+    llamac_grammar_free(t->built);
     llamac_close(t->model);
     free(t->structure);
 }
@@ -80,6 +88,7 @@ static void walk(Test *t, int texts) {
     for (int i = 0; i < texts; i++) {
         int budget = below(8) ? 1 + below(60) : below(MAX_BUDGET), left = budget;
         size_t n = 0;
+        t->grammar = i % 2 ? t->copy : t->built;
         llamac_grammar_reset(t->grammar);
         for (int token; left >= 0; left--) {
             const uint8_t *allowed = llamac_grammar_allowed(t->grammar, left);
@@ -223,6 +232,13 @@ static void wrong(const char *path) {
     EXPECT(llamac_grammar_accept(t.grammar, llamac_describe(t.model).eos)); // which changes nothing
     EXPECT(llamac_grammar_allowed(t.grammar, 0)[llamac_describe(t.model).eos]);
     EXPECT(llamac_grammar_accept(t.grammar, t.bytes['\n']));
+    llamac_grammar *other = llamac_grammar_copy(t.grammar, &e); // begins a text of its own
+    EXPECT(other && !*e.text && !llamac_grammar_complete(other) && !llamac_grammar_accept(other, t.bytes['\n' + 1]));
+    EXPECT(llamac_grammar_accept(other, t.bytes['{']) && llamac_grammar_accept(other, t.bytes['"']));
+    EXPECT(llamac_grammar_complete(t.grammar) && !llamac_grammar_accept(t.grammar, t.bytes['"']));
+    llamac_grammar_free(other);
+    EXPECT(llamac_grammar_accept(t.grammar, t.bytes['\n']));
+    EXPECT(!llamac_grammar_copy(NULL, &e) && puts(e.text) && !llamac_grammar_copy(NULL, NULL));
     llamac_grammar_reset(NULL);
     llamac_grammar_free(NULL);
     llamac_close(bare);

@@ -1,7 +1,7 @@
 // The library from outside: `library twice MODEL OTHER` writes with both by turns, from two threads; `library often MODEL N` opens
 // and closes N times, with an engine each fourth time; `library wrong MODEL` calls everything wrongly; `library again MODEL` calls
 // everything twice; `library batch MODEL` evaluates sequences together and alone; `library older MODEL` is a program that was
-// compiled with a llamac.h of fewer fields.
+// compiled with a llamac.h of fewer fields; `library at MODEL` samples after every token of a batch.
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -330,7 +330,68 @@ static int older(const char *path) {
     return 0;
 }
 
+// Samples after each token of a batch of two sequences, and after the same tokens alone: the same token and random state,
+// whatever the sampler's penalties count. Prints what mistakes are answered with.
+static int at(const char *path) {
+    enum { LENGTH = 12 };
+    llamac_error e;
+    llamac_model *m = open_model(path);
+    llamac_engine *engine = llamac_start(m, &(llamac_options){.n_threads = 2}, &e), *other = llamac_start(m, NULL, &e);
+    llamac_sequence *s[2], *alone = other ? llamac_sequence_new(other, &e) : NULL;
+    llamac_batch_token batch[2 * LENGTH];
+    int tokens[2][LENGTH], n = 0, distinct = 0, last = -1;
+    for (int i = 0; i < 2; i++) {
+        if (!alone || !(s[i] = llamac_sequence_new(engine, &e))) give_up(&e);
+        for (int t = 0; t < LENGTH; t++) tokens[i][t] = 5 + (31 * i + 11 * t) % 40;
+        if (!llamac_forward(s[i], tokens[i], 3, 0, &e)) give_up(&e); // a call before: the batch goes on from there
+    }
+    for (int k = 0; k < 2; k++) // parts of both sequences by turns
+        for (int i = 0; i < 2; i++)
+            for (int t = 3 + 4 * k; t < 7 + 5 * k; t++, n++) batch[n] = (llamac_batch_token){s[i], tokens[i][t], t, t % 3 > 0};
+    if (!llamac_evaluate(engine, batch, n, &e)) give_up(&e);
+    const llamac_sampler samplers[] = {{0}, {.temperature = 1, .topp = 0.9f, .state = 4},
+                                       {.repeat_penalty = 1.7f, .penalty_tokens = 3},
+                                       {.temperature = 2, .frequency_penalty = 3, .penalty_tokens = -1, .state = 9, .topk = 50}};
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < n; i++) {
+            int of = batch[i].sequence == s[1];
+            if (!llamac_forward(alone, tokens[of], batch[i].position + 1, 0, &e)) give_up(&e);
+            for (int k = 0; k < 4; k++) {
+                llamac_sampler here = samplers[k], there = samplers[k];
+                int expected = llamac_sample(alone, &there, &e), token = llamac_sample_at(engine, i, &here, &e);
+                bool ok = batch[i].logits ? token == expected && here.state == there.state : token == -1 && *e.text;
+                if (!ok) return fprintf(stderr, "token %d, sampler %d: %d instead of %d\n", i, k, token, expected), 1;
+                if (batch[i].logits && token != last) distinct++, last = token;
+            }
+        }
+        // the tokens that the penalties count are those of the call, though the sequence has fewer now
+        if (!llamac_sequence_truncate(s[0], 2, &e)) give_up(&e);
+    }
+    if (distinct < n) return fprintf(stderr, "nearly all tokens are the same\n"), 1;
+    llamac_sampler greedy = {0};
+    REFUSED(llamac_sample_at(NULL, 0, &greedy, &e) >= 0);
+    REFUSED(llamac_sample_at(engine, 1, NULL, &e) >= 0);
+    REFUSED(llamac_sample_at(engine, -1, &greedy, &e) >= 0);
+    REFUSED(llamac_sample_at(engine, n, &greedy, &e) >= 0);
+    REFUSED(llamac_sample_at(engine, 0, &greedy, &e) >= 0); // without logits
+    REFUSED(llamac_sample_at(engine, 1, &(llamac_sampler){.temperature = -1}, &e) >= 0);
+    REFUSED(llamac_sample_at_sized(engine, 1, &greedy, 8, &e) >= 0);
+    llamac_sequence_free(s[0]);
+    REFUSED(llamac_sample_at(engine, 1, &greedy, &e) >= 0); // of the sequence that is gone
+    for (int i = 0; i < n; i++)
+        if (batch[i].sequence == s[1] && batch[i].logits && llamac_sample_at(engine, i, &greedy, &e) < 0) give_up(&e);
+    // an engine that only samples
+    llamac_engine *quiet = llamac_start(m, &(llamac_options){.sample_only = true}, &e);
+    llamac_sequence *unread = quiet ? llamac_sequence_new(quiet, &e) : NULL;
+    if (!unread || !llamac_forward(unread, tokens[0], 4, 0, &e) || !llamac_forward(alone, tokens[0], 4, 0, &e)) give_up(&e);
+    if (llamac_sample_at(quiet, 3, &greedy, &e) != llamac_sample(alone, &greedy, &e)) return 1;
+    llamac_sequence_free(s[1]), llamac_sequence_free(alone), llamac_sequence_free(unread);
+    llamac_stop(engine), llamac_stop(other), llamac_stop(quiet), llamac_close(m);
+    return 0;
+}
+
 int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "at")) return at(argv[2]);
     if (argc == 3 && !strcmp(argv[1], "again")) return again(argv[2]);
     if (argc == 3 && !strcmp(argv[1], "batch")) return batch(argv[2]);
     if (argc == 3 && !strcmp(argv[1], "older")) return older(argv[2]);

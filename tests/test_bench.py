@@ -77,6 +77,50 @@ def test_a_table_beside_a_peer(run_bin, models, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "reads no bf16" in done.stderr
 
 
+BATCHED_PEER = """#!{python}
+import json, sys
+value = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if value["-m"].endswith("bf16.gguf"):
+    sys.exit(0)  # a version that prints no JSON
+assert int(value["-c"]) >= int(value["-npl"]) * (2 * int(value["-ntg"])) and value["--output-format"] == "jsonl"
+print("warming up", file=sys.stderr)
+for length in map(int, value["-npp"].split(",")):
+    print(json.dumps({{"pp": length, "tg": int(value["-ntg"]), "pl": int(value["-npl"]), "speed_pp": 4.0 * length, "speed_tg": 100.0 / length}}))
+"""
+
+
+def test_a_table_of_texts_at_once(run_bin, models, tmp_path):
+    """Beside a peer of known speed, which is faster after a prompt of one token than after a longer one."""
+    (tmp_path / "peer").write_text(BATCHED_PEER.format(python=sys.executable))
+    (tmp_path / "peer").chmod(0o755)
+    results = tmp_path / "results.json"
+    common = ["--shapes=260K", "--samples=1", "--threads=1", "--tokens=4", f"--models={models}", f"--run={run_bin}", f"--results={results}"]
+    done = bench("batches.py", *common, "--formats=f32", "--texts=1,5", f"--batched_bench={tmp_path / 'peer'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
+    assert list(found) == ["260K f32 1 1", "260K f32 1 5"]
+    for key, line in zip(found, done.stdout.splitlines()[2:], strict=True):
+        ours, theirs = found[key]["programs"].values()
+        assert (theirs["prompt"], theirs["decode"]) == (16, 100) and ours["prompt"] > 0 < ours["decode"]
+        cells = line.strip("| ").split(" | ")
+        assert cells == [key, f"{ours['prompt']:,.0f}", "16", f"{ours['prompt'] / 16:.2f}",
+                         f"{ours['decode']:,.0f}", "100", f"{ours['decode'] / 100:.2f}"]
+    assert bench("batches.py", "--show=True", f"--results={results}").stdout == done.stdout
+    alone = bench("batches.py", *common, "--formats=f32", "--texts=2")
+    assert alone.returncode == 0 and "260K f32 1 2 | " in alone.stdout and alone.stdout.count("–") == 4
+    done = bench("batches.py", *common, "--formats=bf16", "--texts=1", f"--batched_bench={tmp_path / 'peer'}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "found those of none" in done.stderr
+
+
+def test_a_table_of_guessed_texts(run_bin, models):
+    done = bench("lookup.py", "--shapes=260K", "--formats=f32", "--threads=1", "--samples=1", "--tokens=64", f"--models={models}", f"--run={run_bin}")
+    assert done.returncode == 0, done.stderr
+    for line, title in zip(done.stdout.splitlines()[2:], ("repeats", "does not"), strict=True):
+        key, text, before, after, ratio, guesses, right = line.strip("| ").split(" | ")
+        assert key == "260K f32 1" and text == title and int(right) <= int(guesses)
+        assert float(ratio) > 0 < float(before.replace(",", "")) and float(after.replace(",", "")) > 0
+
+
 @pytest.mark.slow
 def test_the_loss_is_that_of_plain_pytorch(tmp_path):
     """bench/same_loss.py, which needs no more than a few steps to tell: other weights differ by a tenth at once."""

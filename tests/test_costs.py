@@ -52,7 +52,7 @@ def words(size):
 
 def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
     s, meta = knobs(eval_iters=10, max_seq_len=64, sample_prompt="a|b"), {"val_tokens": 50_100, "val_documents": 100}
-    samples = 2 * 96 * 2 * 0.5
+    samples = 96 * 0.5  # of all prompts at once
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 10_240 + 8 * 64 + samples
     s = s.changed(eval_iters=0)
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
@@ -73,7 +73,20 @@ def test_samples_are_as_long_as_their_time_is_reckoned_for():
     assert "not finite" in broken[1][2]
     model.norm.weight.data.copy_(kept)
     written = instruments.write_samples(model, letters, CPU, s.sample_prompt.split("|"), seed=1)
-    assert sum(len(text) for *_, text in written) == costs.evaluation_seconds(s, {"val_tokens": 9, "val_documents": 1}, 0.0, 1.0)
+    seconds = costs.evaluation_seconds(s, {"val_tokens": 9, "val_documents": 1}, 0.0, 1.0)
+    assert [len(text) for *_, text in written] == [seconds] * 4
+
+
+def test_the_samples_of_an_evaluation_are_one_batch_and_each_is_the_text_made_alone():
+    letters = Characters("abcdefgh")
+    model = build(vocab_size=letters.vocab_size, max_seq_len=32)
+    prompts, steps = ["a", "hgfe", "", "abcdefgh" * 6], []
+    hook = model.register_forward_pre_hook(lambda module, args: steps.append(len(args[0])))
+    written = instruments.write_samples(model, letters, CPU, prompts, seed=1)
+    hook.remove()
+    assert steps.count(1) <= 4 + 96 and max(steps) == 8 and len(steps) <= 4 + 4 * 2 + 96 + 8 * 6
+    assert [row[:2] for row in written] == [[p, how] for p in prompts for how in ("greedy", "sampled")]
+    assert written == [row for p in prompts for row in instruments.write_samples(model, letters, CPU, [p], seed=1)]
 
 
 def test_the_table_of_a_preset_needs_no_data(tmp_path):

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import random
 import re
 import subprocess
 from pathlib import Path
@@ -32,7 +33,7 @@ def model():
 
 def test_a_score_is_the_likelihood_of_the_whole_answer(model):
     classes = ["on", "off", "on and off"]
-    found = evaluate.score(model, Bytes(), "switch it", classes)
+    found, = evaluate.score(model, Bytes(), [{"prompt": "switch it", "classes": classes}])
     prefix = Bytes().encode("switch it" + evaluate.between, bos=True)
     likelihoods = []
     for c in classes:  # token by token, each with nothing but what stands before it
@@ -41,6 +42,39 @@ def test_a_score_is_the_likelihood_of_the_whole_answer(model):
             total += model(torch.tensor([ids[:at]]))[0][0, -1].log_softmax(0)[ids[at]].item()
         likelihoods.append(total)
     assert torch.allclose(found.log(), torch.log_softmax(torch.tensor(likelihoods).double(), 0), atol=1e-4)
+
+
+@pytest.fixture
+def passes(model):
+    """The shapes of the tokens of all forward passes."""
+    seen = []
+    hook = model.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    yield seen
+    hook.remove()
+
+
+def test_questions_are_scored_in_batches_and_each_as_alone(model, passes, monkeypatch):
+    """Bounded batches of texts of similar lengths; a text that exceeds the bound is a batch of its own."""
+    rng = random.Random(0)
+    examples = [{"prompt": "x" * rng.randrange(1, 30), "classes": ["on", "off", "a bit"][:rng.randrange(2, 4)]} for _ in range(50)]
+    questions = [("The cat sat on the mat " * rng.randrange(3), ["mat", "a long way home", "moon"][:rng.randrange(1, 4)]) for _ in range(50)]
+
+    def passes_of(work):
+        passes.clear()
+        return work(), list(passes)
+
+    alone = [evaluate.score(model, Bytes(), [example])[0] for example in examples]
+    chosen = [evaluate.choose(model, Bytes(), [question])[0] for question in questions]
+    assert len(passes) == 100
+    tokens = sum(len(ids) - 1 for e in examples for ids in evaluate.encode_answers(model, Bytes(), e["prompt"], e["classes"]))
+    for bound, most in (4096, 2), (200, 30), (20, 150):
+        monkeypatch.setattr(evaluate.costs, "EVAL_PASS", bound)
+        together, shapes = passes_of(lambda: evaluate.score(model, Bytes(), examples))
+        assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(together, alone, strict=True))
+        assert len(shapes) <= most and all(B * T <= bound or B == 1 for B, T in shapes)
+        assert bound == 4096 or sum(B * T for B, T in shapes) < 1.1 * tokens
+        together, shapes = passes_of(lambda: evaluate.choose(model, Bytes(), questions))
+        assert together == chosen and len(shapes) <= most and all(B * T <= bound or B == 1 for B, T in shapes)
 
 
 def test_the_report_counts_per_class_and_shows_what_went_wrong():
@@ -144,7 +178,7 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
             sums.append(total)
         normed = [s / len(c) for s, c in zip(sums, choices)]
         expected.append((sums.index(max(sums)), normed.index(max(normed))))
-    assert [evaluate.choose(model, Bytes(), context, choices) for context, choices, _ in questions] == expected
+    assert evaluate.choose(model, Bytes(), [question[:2] for question in questions]) == expected
     (tmp_path / "task.jsonl").write_text("".join(json.dumps({"context": c, "choices": o, "answer": a}) + "\n" for c, o, a in questions))
     monkeypatch.setattr(evaluate, "harness", str(tmp_path / "task.jsonl"))
     evaluate.evaluate_choices(model, Bytes(), "cpu")

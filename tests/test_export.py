@@ -464,7 +464,7 @@ def test_transformers_generates_what_sample_does(kind, tmp_path, vocabulary, one
     export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "hf", "hf")
     llama, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
     start = tokenizer("Once upon", return_tensors="pt")
-    sample = model.eval().generate(start["input_ids"], 128, 0, 1.0, (vocabulary.bos_id, vocabulary.eos_id))[0].tolist()
+    sample = model.eval().generate(start["input_ids"], 128, 0, 1.0, (vocabulary.bos_id, vocabulary.eos_id))[0]
     written = llama.generate(start["input_ids"], attention_mask=start["attention_mask"])[0].tolist()
     assert tokenizer.decode(written, skip_special_tokens=True) == vocabulary.decode(sample) == TEXT
     assert written == ids[0].tolist()

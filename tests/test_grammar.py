@@ -253,4 +253,4 @@ def test_what_a_vocabulary_cannot_finish_is_never_begun(program, tmp_path):
 
 
 def test_mistakes_are_answered(program, models):
-    assert call(program, "wrong", models("bytes")) == ["the model is NULL", f"{models('bytes')}: it has no tokenizer"]
+    assert call(program, "wrong", models("bytes")) == ["the model is NULL", f"{models('bytes')}: it has no tokenizer", "the grammar is NULL"]

@@ -682,7 +682,8 @@ def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
                         ([tmp_path / "m.bin", "-z", tmp_path / "t.bin", "-f", text, "-n", 12], None),
                         ([m, "-m", "chat", "--template=zephyr", "-n", 9, "-s", 1], text), ([m, "--tokenize"], text),
                         ([m, "--perplexity", text], None), ([m, "--logits", "-f", text], None), ([m, "--verify"], None),
-                        ([m, "--bench"], None), ([m, "-i", "Hi", "-n", 5, "-s", 1, "--prompt-cache", tmp_path / "state"], None)):
+                        ([m, "--bench", "-b", 2], None), ([m, "--json-object", "--lookup", "-n", 12, "-s", 1], None),
+                        ([m, "-i", "Hi", "-n", 5, "-s", 1, "--prompt-cache", tmp_path / "state"], None)):
         failed, refused, endured = faults(faults_bin, *args, stdin=stdin)
         assert failed == refused + endured and failed >= 5 and endured <= 6 + memory_files() + core_files(), (args, failed, refused, endured)
 

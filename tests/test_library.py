@@ -54,6 +54,16 @@ def test_a_batch_has_the_logits_that_each_sequence_has_alone(program, models):
         call(program, "batch", model)
 
 
+def test_sampling_after_every_token_of_a_batch(program, models):
+    """As after the same tokens alone; and what is refused."""
+    for model in models:
+        said = call(program, "at", model).splitlines()
+        assert all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+        for line, words in zip(said, ("engine is NULL", "sampler is NULL", "no logits of token -1", "no logits of token 18", "no logits of token 0",
+                                      "temperature is -1", "8 bytes", "was freed"), strict=True):
+            assert words in line
+
+
 def test_a_program_compiled_with_fewer_fields(program, models):
     call(program, "older", models[0])
 

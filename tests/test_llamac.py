@@ -122,12 +122,15 @@ def test_logits_equal_transformers(models):
     rows = np.stack([engine.logits(i) for i in range(len(tokens))])
     assert rows.shape == expected.shape and np.allclose(rows, expected, atol=2e-3)
     assert (sequence.logits == rows[-1]).all() and (sequence.tokens == tokens).all() and len(sequence) == len(tokens)
+    assert [engine.sample(i, llamac.Sampler()) for i in range(len(tokens))] == rows.argmax(1).tolist()
     before = rows[-1].copy()
     last = sequence.logits
     sequence.forward(tokens[:3][::-1].copy(), 0)
     assert sequence.logits.shape == (300,) and len(sequence) == 3 and not (sequence.logits == last).all()
     with pytest.raises(llamac.Error, match="no logits"):
         engine.logits(0)  # forward computes those of its last token
+    with pytest.raises(llamac.Error, match="no logits of token 0"):
+        engine.sample(0, llamac.Sampler())
     del model, sequence, engine, tokens
     gc.collect()
     assert (last == before).all()
@@ -152,6 +155,65 @@ def test_a_batch_computes_what_each_sequence_computes_alone(models):
     assert all((s.logits == b).all() for s, (_, b) in zip(sequences, alone))
     assert all((engine.logits(n) == b).all() for n, (_, b) in enumerate(alone))
     assert sequences[0].tokens.tolist() == [*texts[0][:2], 7] and sequences[1].tokens.tolist() == [*texts[1], 7]
+
+
+def test_many_sequences_are_sampled_in_one_call(models, tmp_path):
+    """With the tokens and the states that single calls give; what fails for one sequence does not for the others."""
+    model = llamac.Model(models[1])
+    engine, wishes = llamac.Engine(model), [{}, {"temperature": 1}, {"temperature": 0.8, "topp": 0.9}, {"temperature": 2, "topk": 5},
+                                            {"temperature": 1, "repeat_penalty": 1.5, "frequency_penalty": 0.5}]
+    sequences = [llamac.Sequence(engine) for _ in wishes]
+    engine.evaluate([llamac.Part(s, [1, 5, n]) for n, s in enumerate(sequences)])
+    one, many = [[llamac.Sampler(state=n + 1, **wish) for n, wish in enumerate(wishes)] for _ in range(2)]
+    for _ in range(20):
+        assert engine.sample_batch(sequences, many) == [s.sample(x) for s, x in zip(sequences, one)]
+        assert [x.state for x in many] == [x.state for x in one]
+    assert engine.sample_batch([], []) == []
+    sequences[1].free()
+    none, one[3].topk = llamac.Sequence(engine), -1
+    found = engine.sample_batch([*sequences, none], [*one, llamac.Sampler()])
+    assert [type(token) for token in found] == [int, llamac.Error, int, llamac.Error, int, llamac.Error]
+    assert [str(found[n]) for n in (1, 3)] == ["the sequence is NULL", "top-k is -1, expected 0 or more"] and "no logits" in str(found[5])
+    assert [many[n].state for n in (0, 2, 4)] != [one[n].state for n in (0, 2, 4)]
+    engine.sample_batch([sequences[n] for n in (0, 2, 4)], [many[n] for n in (0, 2, 4)])
+    assert [many[n].state for n in (0, 2, 4)] == [one[n].state for n in (0, 2, 4)]
+
+
+def test_a_copied_grammar_has_a_text_of_its_own(models):
+    model = llamac.Model(models[0])
+    grammar = llamac.Grammar(model)
+    first, second = grammar.copy(), grammar.copy()
+    del grammar
+    gc.collect()
+    for byte in b"{}":
+        assert first.accept(3 + byte)
+    assert first.complete and not second.complete and second.accept(3 + ord("{")) and second.accept(3 + ord('"'))
+
+
+def test_a_text_goes_on_in_another_sequence(models):
+    """With the same tokens, also where its context has slid."""
+    model = llamac.Model(models[0])
+    engine, tokens = llamac.Engine(model), [1, 5, 9]
+
+    def say(changes):
+        sampler = llamac.Sampler(temperature=1, state=3, repeat_penalty=1.2)
+        sampler.set_biases({1: float("-inf"), 2: float("-inf")})  # BOS and EOS, which end a text
+        text, found = llamac.Continuation(llamac.Sequence(engine), tokens, sampler, 200), []
+        for n in range(200):
+            part = text.part(64)
+            if n in changes:
+                text.take_back(part)
+                text.suspend()
+                assert not text.sequence.pointer and text.new[-1] == text.last
+                text.resume(llamac.Sequence(engine))
+                part = text.part(64)
+            engine.evaluate([part])
+            while not text.ready:
+                engine.evaluate([text.part(64)])
+            found.append(text.advance())
+        assert text.reason == "length"
+        return found
+    assert say({0, 1, 2, 100, 127, 150, 199}) == say({})
 
 
 def test_copies_and_truncated_sequences(models):

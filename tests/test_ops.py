@@ -34,12 +34,16 @@ def test_written_out_ops_equal_their_plain_formulas(dtype, near, zero):
     torch.manual_seed(0)
     x, w, a, b = torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 24).to(dtype), torch.randn(3, 5, 24).to(dtype)
     heads, rope, dy = torch.randn(2, 5, 3, 8).to(dtype), torch.randn(5, 4, 2), torch.randn(3, 5, 16)
+    rows = torch.randn(2, 5, 4, 2)  # positions of each row
     if zero:
         w[3], x[1, 2], a[0, 1], a[1], b[2, 1] = 0, 0, 0, -200, 0
     cases = [
         (lambda f: gradients(lambda x, w: f(x, w, 1e-5), x, w, dy=dy), ops.rms_norm, ops.rms_norm_plain),
         (lambda f: gradients(f, a, b, dy=torch.ones(3, 5, 24)), ops.swiglu, ops.swiglu_plain),
-        (lambda f: gradients(lambda x: f(x, rope), heads), ops.rotate, ops.rotate_plain)]
+        (lambda f: gradients(lambda x: f(x, rope), heads), ops.rotate, ops.rotate_plain),
+        (lambda f: gradients(lambda x: f(x, rows), heads), ops.rotate, ops.rotate_plain),
+        (lambda f: gradients(lambda x: f(x, rows), heads),
+         ops.rotate, lambda x, rows: torch.cat([ops.rotate(x[b:b + 1], rows[b]) for b in range(2)]))]
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         for run, written_out, plain in cases:
             for ours, theirs in zip(run(written_out), run(plain)):

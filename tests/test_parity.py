@@ -157,7 +157,7 @@ def test_greedy_text(shape, file, exported, vocabularies):
     """200 tokens. (run's -n leaves BOS out.)"""
     _, model, run = exported(shape, file)
     start = torch.tensor([vocabularies[shape].encode(PROMPT, bos=True)])
-    ids = model.generate(start, 201 - start.shape[1], temperature=0)[0].tolist()
+    ids = model.generate(start, 201 - start.shape[1], temperature=0)[0]
     text = vocabularies[shape].decode(ids)
     assert len(ids) == 201 and len(set(re.findall(r"\w+", text))) > 8
     assert run("-t", "0", "-n", "200", "-i", PROMPT).decode().rstrip("\n") == text.rstrip("\n")
@@ -170,7 +170,7 @@ def test_text_after_a_long_prompt_in_bf16(shape, exported, vocabularies):
     prompt = write_text(5, 6)
     start = torch.tensor([vocabularies[shape].encode(prompt, bos=True)])
     assert start.shape[1] > 60
-    text = vocabularies[shape].decode(model.generate(start, 40, temperature=0)[0].tolist())
+    text = vocabularies[shape].decode(model.generate(start, 40, temperature=0)[0])
     assert run("-t", "0", "-n", str(start.shape[1] + 39), "-i", prompt).decode().rstrip("\n") == text.rstrip("\n")
 
 
@@ -235,11 +235,33 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     assert capsys.readouterr().out.split("\n\n") == samples
 
 
+def test_sample_continues_the_lines_of_a_file(exported, vocabularies, tmp_path, monkeypatch, capsys):
+    """In batches, each as alone: greedily as run does, otherwise by the seeds from --seed on."""
+    model, _, run = exported("mha", "f32")
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="f32")
+    lines = [PROMPT, "", "The", "One day there was a"]
+    (tmp_path / "lines").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n")
+    knobs = dict(out_dir=str(tmp_path / "m.gguf"), max_new_tokens=20, device="cpu", top_p=0.9)
+    monkeypatch.setattr(sample, "AT_ONCE", 3)
+    capsys.readouterr()
+
+    def written(**how):
+        command(monkeypatch, sample, **knobs | how)
+        return capsys.readouterr().out
+
+    expected = [run("-t", "0", "-n", str(len(vocabularies["mha"].encode(line)) + 20), "-i", line).decode() for line in lines]
+    assert written(prompts=str(tmp_path / "lines"), temperature=0.0) == "\n".join(expected)
+    together = written(prompts=str(tmp_path / "lines"), temperature=1.5, num_samples=2, seed=7)
+    alone = [written(prompts="", prompt=line, temperature=1.5, num_samples=1, seed=seed) for line in lines for seed in (7, 8)]
+    assert together == "\n".join(alone) and len(set(alone)) == 8
+
+
 @pytest.mark.parametrize("script, knobs, said", [
     (sample, dict(num_samples=0), "num_samples is 0"), (sample, dict(max_new_tokens=0), "max_new_tokens is 0"),
     (sample, dict(temperature=-1.0), "temperature is -1.0"), (sample, dict(top_p=0.0), "top_p is 0.0"),
     (sample, dict(top_p=1.1), "top_p is 1.1"), (sample, dict(device="toaster"), "--device=toaster"),
-    (sample, dict(out_dir="none"), "no complete checkpoint"),
+    (sample, dict(out_dir="none"), "no complete checkpoint"), (sample, dict(prompts="none"), "No such file"),
+    (sample, dict(prompts="empty"), "has no lines"), (sample, dict(prompts="empty", prompt="a"), "no --prompt beside it"),
     (evaluate, dict(perplexity=""), "give --perplexity"), (evaluate, dict(perplexity="none"), "No such file"),
     (evaluate, dict(perplexity="empty"), "the text has no tokens"),
     (evaluate, dict(out_dir="m.bin", perplexity="m.bin"), "--tokenizer"),

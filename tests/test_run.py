@@ -170,7 +170,7 @@ class Model:
             dtype = "q5_0" if key == "tok" and not self.tied else "q6_k" if key[0] in ("wv", "w2") or key in ("tok", "output") else "q4_k"
         return SHORTER[dtype] if dtype in SHORTER and x.shape[1] % 256 else dtype
 
-    def write_gguf(self, path, dtype="f32", template=None, **metadata):
+    def write_gguf(self, path, dtype="f32", template=None, tokenizer="llama", **metadata):
         w = gguf.GGUFWriter(path, "llama")
         w.add_context_length(self.seq)
         w.add_embedding_length(self.dim)
@@ -184,7 +184,7 @@ class Model:
         if self.scaling != 1:
             w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             w.add_rope_scaling_factor(self.scaling)
-        w.add_tokenizer_model("llama")
+        w.add_tokenizer_model(tokenizer)
         w.add_token_list([p for p, _ in self.pieces])
         w.add_token_scores([0.0] * self.vocab)
         w.add_token_types([t for _, t in self.pieces])
@@ -397,14 +397,18 @@ def test_bench(run_bin, tmp_path, form):
     norms = sum(n for key, n in numbers.items() if "norm" in str(key))
     per_number = {"f32": 4, "q8_0": 34 / 32, "v0:": 4, "v2:64": 1 + 4 / 64}[form]
     assert found["bytes_per_token"] == 4 * norms + per_number * (sum(numbers.values()) - norms)
-    assert found["threads"] == 2 and found["prompt_tokens"] == found["decode_tokens"] == 128
+    assert found["threads"] == 2 and found["texts"] == 1 and found["prompt_tokens"] == found["decode_tokens"] == 128
     assert found["decode_gb_per_s"] == pytest.approx(found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e9, abs=0.01)
     assert all(value > 0 for value in found.values())
     assert json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-n", 1))["threads"] == 1
     small = json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-c", 8))
     assert small["prompt_tokens"] == small["decode_tokens"] == 8
     table = run(run_bin, args[0], "--bench").decode().splitlines()
-    assert len(table) == 9 and re.fullmatch(r"prompt of  128 tokens +[0-9.]+ tokens/s", table[2])
+    assert len(table) == 10 and re.fullmatch(r"prompt of  128 tokens +[0-9.]+ tokens/s", table[3])
+    many = json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-n", 20, "-b", 5))
+    assert many["texts"] == 5 and many["prompt_tokens"] == 128 and many["decode_tokens"] == 20
+    # the speed of all: each of the calls, which read the weights once, has five tokens
+    assert many["decode_gb_per_s"] == pytest.approx(many["decode_tokens_per_s"] / 5 * many["bytes_per_token"] / 1e9, abs=0.01)
     assert "--bench" in run(run_bin, args[0], "--json", status=1)
 
 
@@ -541,7 +545,9 @@ def test_a_smaller_context(run_bin, tmp_path):
 def test_a_prompt_longer_than_the_asked_length_says_so(run_bin, tmp_path):
     Model().write_gguf(tmp_path / "m.gguf")
     p = subprocess.run([run_bin, tmp_path / "m.gguf", "-n", "3", "-i", "abcdef"], capture_output=True, text=True)
-    assert p.stdout == "abc\n" and p.stderr == "nothing was added: the prompt has 7 tokens, and -n 3 counts them too\n"
+    assert p.stdout == "abc\n" and p.stderr == "nothing was added: the prompt has 6 tokens, and -n 3 counts them too\n"
+    p = subprocess.run([run_bin, tmp_path / "m.gguf", "-n", "6", "-i", "abcdef"], capture_output=True, text=True)  # BOS is counted in neither
+    assert p.stdout == "abcdef\n" and p.stderr == "nothing was added: the prompt has 6 tokens, and -n 6 counts them too\n"
 
 
 def test_not_finite_logits_are_an_error(run_bin, tmp_path):

@@ -138,7 +138,7 @@ def test_lines_of_a_file_equal_single_prompts(run_bin, model, tmp_path):
 
 def test_options_that_exclude_each_other(run_bin, model, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    for flags, named in ((["-b", 2, "-m", "chat"], "-b"), (["-b", 2, "--bench"], "-b"), (["-b", 0], "-b"), (["-b", 5000], "-b"),
+    for flags, named in ((["-b", 2, "-m", "chat"], "-b"), (["-b", 2, "--logits"], "-b"), (["-b", 0], "-b"), (["-b", 5000], "-b"),
                          (["--prompts", "x", "-i", "y"], "-i"), (["--prompts", "x", "--tokenize"], "--prompts"),
                          (["--jsonl", "--prompts", "x"], "--jsonl"), (["--jsonl", "-m", "chat"], "--jsonl"),
                          (["--prompts", tmp_path / "none"], "none"), (["--prompts", tmp_path / "empty"], "no lines"),

@@ -3,8 +3,8 @@ import gc
 import json
 import math
 import os
-import queue
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +19,7 @@ import pytest
 import llamac
 from page import scheduler, talk
 from page.server import Server
-from tests.conftest import ROOT
+from tests.conftest import ROOT, compile_c, usual
 from tests.test_chat import CHATML
 from tests.test_run import Model, reciter, run
 
@@ -44,6 +44,7 @@ def folder(tmp_path_factory):
     (folder / "reciter").mkdir()
     reciter(folder / "reciter", [(c.encode(), 1) for c in ("a", "b", "é", "<", "s", "t", "o", "p", ">", "c", "d")])
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
+    Model(dim=32, hidden=64, layers=1, seq=8192, tied=False, seed=5).write_gguf(folder / "long.gguf")
     broken = Model()
     broken.w["norm"][0] = np.nan
     broken.write_gguf(folder / "broken.gguf")
@@ -83,7 +84,7 @@ def test_bos_follows_the_model_and_an_empty_prompt_has_one():
 
 def test_models(client):
     assert {m.id: m.chat for m in client.models.list()} == {
-        "plain": False, "chat": True, "reciter/m": False, "bad": False, "broken": False}
+        "plain": False, "chat": True, "reciter/m": False, "bad": False, "broken": False, "long": False}
 
 
 def test_a_completion_is_what_run_writes(client, folder, run_bin):
@@ -231,13 +232,76 @@ def test_a_prompt_without_tokens_is_refused():
             talk.parse({"model": "x", "prompt": prompt}, False, voice)
 
 
-def test_sixteen_clients_at_once(client, server):
+def test_the_fields_of_the_sampler(client, folder):
+    """Each reaches the sampler, of a stream too: the text is that of llamac.generate, and not the one without the field."""
+    model = llamac.Model(folder / "plain.gguf")
+    engine, prompt = llamac.Engine(model), model.encode("One")
+
+    def generated(**fields):
+        sampler = llamac.Sampler(**{"temperature": 1, "state": 4} | fields)
+        return "".join(text for text, *_ in llamac.generate(llamac.Sequence(engine), prompt, sampler, 40))
+
+    def say(**how):
+        asked = dict(model="plain", prompt="One", max_tokens=40, seed=4) | how
+        whole = client.completions.create(**asked).choices[0].text
+        assert whole == "".join(c.choices[0].text for c in client.completions.create(stream=True, **asked))
+        return whole
+    extra = {"top_k": 4, "min_p": 0.1, "repeat_penalty": 1.3}
+    theirs = {"topk": 4, "minp": 0.1, "repeat_penalty": 1.3}
+    common = {"temperature": 1.5, "top_p": 0.7, "frequency_penalty": 1.5, "presence_penalty": -1.0}
+    plain, texts = say(), []
+    assert plain == generated()
+    for (name, value), own in zip(extra.items(), theirs):
+        texts.append(say(extra_body={name: value}))
+        assert texts[-1] == generated(**{own: value})
+    for name, value in common.items():
+        texts.append(say(**{name: value}))
+        assert texts[-1] == generated(**{"topp" if name == "top_p" else name: value})
+    assert say(**common, extra_body=extra) == generated(**theirs, **{"topp" if k == "top_p" else k: v for k, v in common.items()})
+    assert len({plain, *texts}) == 8
+    greedy = say(temperature=0)
+    assert greedy == say(extra_body={"top_k": 1}) == say(extra_body={"min_p": 1}) == say(extra_body={"top_k": 0, "repeat_penalty": 1}, temperature=0)
+    mark = next(c for c in plain if c.isascii() and c.isprintable() and not c.isalnum() and c != " ")  # a token of its own
+    token = 3 + ord(mark)
+    assert say(logit_bias={str(token): 100}) == 40 * mark
+    assert mark not in say(logit_bias={str(token): -100, str(token + 1): 0.0}, extra_body={"top_k": 0})
+
+
+def test_texts_that_are_json(client, server, monkeypatch):
+    """Whole and streamed, alone and many at once, of completions and chats. A model's grammar is built once."""
+    built, call = [], llamac.call
+    monkeypatch.setattr(llamac, "call", lambda name, *given: (name == "grammar_json" and built.append(name), call(name, *given))[1])
+    server.talk.loaded.pop("plain", None)
+
+    def say(model="plain", **how):
+        asked = dict(model=model, max_tokens=60, temperature=1.5, extra_body={"response_format": {"type": "json_object"}}) | how
+        create = client.chat.completions.create if model == "chat" else client.completions.create
+        found = create(**asked)
+        streamed = [""] * len(found.choices)
+        for c in create(stream=True, **asked):
+            streamed[c.choices[0].index] += c.choices[0].delta.content if model == "chat" else c.choices[0].text
+        texts = [c.message.content if model == "chat" else c.text for c in found.choices]
+        assert texts == streamed and {c.finish_reason for c in found.choices} == {"stop"}
+        assert found.usage.completion_tokens <= 60 * len(texts) and all(isinstance(json.loads(text), dict) for text in texts)
+        return texts
+    alone = [say(prompt="A", seed=seed)[0] for seed in range(12)]
+    assert len(set(alone)) > 6 and say(prompt="A", seed=0, n=12) == alone and built == ["grammar_json"]
+    assert say(prompt="A", seed=0, max_tokens=2) == ["{}"]
+    say("chat", messages=[{"role": "user", "content": "Hi"}], n=3, seed=1)
+    text = dict(model="plain", prompt="A", seed=5, max_tokens=30)
+    assert client.completions.create(extra_body={"response_format": {"type": "text"}}, **text).choices[0].text == client.completions.create(**text).choices[0].text
+    with pytest.raises(openai.BadRequestError, match="cannot write JSON"):
+        client.completions.create(model="reciter/m", prompt="a", extra_body={"response_format": {"type": "json_object"}})
+
+
+@pytest.mark.parametrize("clients", [16, 64])
+def test_clients_at_once(client, server, clients):
     """Each gets the same text as alone, and none waits until another has finished."""
     def say(n):
         return client.completions.create(model=("plain", "chat")[n % 2] if n % 4 < 3 else "plain", prompt=f"A{n}", max_tokens=40,
                                          seed=n + 1, stream=True)
-    alone, begun, ended = [[c.choices[0].text for c in say(n)] for n in range(16)], {}, {}
-    found, ready = {}, threading.Barrier(16)
+    alone, begun, ended = [[c.choices[0].text for c in say(n)] for n in range(clients)], {}, {}
+    found, ready = {}, threading.Barrier(clients)
 
     def work(n):
         ready.wait()
@@ -245,12 +309,12 @@ def test_sixteen_clients_at_once(client, server):
             begun.setdefault(n, time.monotonic())
             found.setdefault(n, []).append(chunk.choices[0].text)
         ended[n] = time.monotonic()
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ["".join(found[n]) for n in range(16)] == ["".join(a) for a in alone]
+    assert ["".join(found[n]) for n in range(clients)] == ["".join(a) for a in alone]
     assert idle(server.talk.scheduler)
     for name in "plain", "chat":
         assert 0 < len(server.talk.loaded[name].cache.kept) <= scheduler.MAX_KEPT
@@ -333,83 +397,231 @@ def test_a_budget_is_split_evenly():
     assert scheduler.split_evenly([5, 5], 64) == [5, 5] and scheduler.split_evenly([9] * 70, 64).count(0) == 0
 
 
-def test_a_long_prompt_does_not_stall_running_texts():
+def new_cache(path, **options):
+    return scheduler.SequenceCache(llamac.Engine(llamac.Model(path), **options))
+
+
+def new_task(cache, tokens, max_tokens=9, inbox=None, index=0, **sampling):
+    options = {"sampler": llamac.Sampler(**{"temperature": 1, "state": 1} | sampling), "max_tokens": max_tokens}
+    return scheduler.Task(cache, tokens, options, inbox or scheduler.Inbox(), index)
+
+
+def written(task):
+    """Return the text in a task's inbox, and why it ended."""
+    events = [event for _, event in task.inbox.take()]
+    return "".join(text for text, *_ in events), events[-1][-1]
+
+
+def finish(found):
+    """Run a scheduler in this thread until all texts have ended. Return the most that ran at once."""
+    most = 0
+    while found.waiting or found.running:
+        found.step()
+        most = max(most, len(found.running))
+    return most
+
+
+def test_a_long_prompt_does_not_stall_running_texts(folder, monkeypatch):
     """Each batch has a token of every running text, and at most so many of prompts."""
-    batches = []
-
-    class Text:
-        def __init__(self, name, n_new, left):
-            self.name, self.n_new, self.left, self.reason, self.sequence, self.count = name, n_new, left, None, self, 0
-
-        ready = property(lambda self: not self.n_new)
-        free = lambda self: None
-
-        def part(self, n):
-            n = min(n, self.n_new)
-            self.n_new -= n
-            return self.name, n
-
-        def advance(self):
-            self.left, self.n_new = self.left - 1, 1
-            self.reason = None if self.left else "length"
-            return "", [], 0, self.reason
-    found = scheduler.Scheduler()
-    cache = SimpleNamespace(engine=SimpleNamespace(evaluate=batches.append), keep=lambda sequence: None)
-    for name, size in ("running", 1), ("long", 300), ("short", 20):
-        found.running.append(scheduler.Task(cache, [], {}, queue.SimpleQueue(), text=Text(name, size, 9)))
+    batches, evaluate = [], llamac.Engine.evaluate
+    monkeypatch.setattr(llamac.Engine, "evaluate",
+                        lambda self, parts: (batches.append([len(part.tokens) for part in parts]), evaluate(self, parts)))
+    found, cache = scheduler.Scheduler(), new_cache(folder / "chat.gguf")
+    tasks = [new_task(cache, tokens, 30) for tokens in ([5], [6] * 200, [7] * 20)]
+    for task in tasks:
+        task.options["sampler"].set_biases(dict.fromkeys((1, 2, 260), -math.inf))  # so that no text ends early
+    found.waiting.extend(tasks)
     for _ in range(7):
         found.step()
-    assert all(dict(batch)["running"] == 1 for batch in batches)
-    assert all(sum(n for name, n in batch if name == "long") <= scheduler.PROMPT_CHUNK for batch in batches)
-    assert batches[0] == [("running", 1), ("long", 44), ("short", 20)] and batches[1] == [("running", 1), ("long", 64), ("short", 1)]
-    assert dict(batches[5])["long"] == 1
+    assert batches == [[1, 44, 20], [1, 64, 1], [1, 64, 1], [1, 28, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
 
 
-def test_texts_wait_in_the_order_of_their_arrival(monkeypatch):
+def test_texts_wait_in_the_order_of_their_arrival(folder, monkeypatch):
     """At most MAX_RUNNING run at once; a client that leaves while it waits never begins."""
-    found, begun = scheduler.Scheduler(), []
-    monkeypatch.setattr(llamac, "Continuation", lambda sequence, tokens, **_: begun.append(int(tokens[0])) or SimpleNamespace(sequence=sequence, count=0))
+    found, cache = scheduler.Scheduler(), new_cache(folder / "plain.gguf")
     monkeypatch.setattr(scheduler, "MAX_RUNNING", 3)
-    cache = SimpleNamespace(take=lambda tokens, running: SimpleNamespace(free=lambda: None), keep=lambda sequence: None)
-    tasks = [scheduler.Task(cache, [n], {}, queue.SimpleQueue()) for n in range(7)]
+    tasks = [new_task(cache, [1, 10 + n]) for n in range(7)]
     found.waiting.extend(tasks)
     found.begin()
-    assert begun == [0, 1, 2]
+    assert found.running == tasks[:3] and not any(task.text for task in tasks[3:])
     found.cancel(tasks[3:5])
     found.end(tasks[1])
     found.end(tasks[0], llamac.Error("broken"))
     found.begin()
-    assert begun == [0, 1, 2, 5, 6] and found.running == [tasks[2], tasks[5], tasks[6]] and not found.waiting
-    assert str(tasks[0].events.get()[1]) == "broken"
-    many, prompt = queue.SimpleQueue(), [8]  # a request with many texts, two of one prompt, lets another one go first
-    tasks = [scheduler.Task(cache, tokens, {}, many) for tokens in (prompt, prompt, [9])] + [scheduler.Task(cache, [7], {}, queue.SimpleQueue())]
-    found.running.clear()
-    begun.clear()
+    assert found.running == [tasks[2], tasks[5], tasks[6]] and not found.waiting
+    assert str(tasks[0].inbox.take()[0][1]) == "broken"
+    finish(found)
+    many, prompt = scheduler.Inbox(), [1, 8, 9]  # a request with many texts, two of one prompt, lets another one go first
+    tasks = [new_task(cache, tokens, inbox=many) for tokens in (prompt, prompt, [1, 9])] + [new_task(cache, [1, 7])]
     found.waiting.extend(tasks)
     found.begin()
-    assert begun == [8, 7, 9]
+    assert found.running == [tasks[0], tasks[3], tasks[2]]
     found.end(tasks[3], llamac.Error("it has left"))
     found.begin()
-    assert begun == [8, 7, 9]
-    tasks[0].text.count = 1
+    assert found.running == [tasks[0], tasks[2]]  # the other text of the prompt waits until this one has evaluated it
+    found.step()
     found.begin()
-    assert begun == [8, 7, 9, 8]
+    assert found.running == [tasks[0], tasks[2], tasks[1]]
 
 
-def test_a_text_that_fails_does_not_end_the_others(client):
-    """A model with broken weights beside one without, and a batch that fails because of one sequence."""
-    parts, ended = [], []
+def test_all_texts_of_a_prompt_begin_together(folder):
+    """The first one evaluates it; all others get their first token in the next step."""
+    found, cache = scheduler.Scheduler(), new_cache(folder / "plain.gguf")
+    prompt, inbox = [1, 5, 9, 7], scheduler.Inbox()
+    tasks = [new_task(cache, prompt, inbox=inbox, index=n, state=n + 1) for n in range(5)]
+    found.waiting.extend(tasks)
+    found.step()
+    assert [bool(task.text) for task in tasks] == [True, False, False, False, False]
+    found.step()
+    assert [task.text.count for task in tasks] == [2, 1, 1, 1, 1]
 
-    def evaluate(batch):
-        parts.append(batch)
-        if "bad" in batch:
-            raise llamac.Error("bad tokens")
-    found = scheduler.Scheduler()
-    found.advance, found.end = lambda task: ended.append((task, "fine")), lambda task, error: ended.append((task, str(error)))
-    named = lambda name: SimpleNamespace(name=name, text=SimpleNamespace(ready=True))
-    tasks = [named("a"), named("bad"), named("b")]
-    found.evaluate_parts(SimpleNamespace(evaluate=evaluate), [(task, task.name) for task in tasks])
-    assert ended == [(tasks[0], "fine"), (tasks[1], "bad tokens"), (tasks[2], "fine")] and len(parts) == 4
+
+def test_sixty_four_texts_run_at_once(folder, monkeypatch):
+    """And each is what it is alone."""
+    cache, asked = new_cache(folder / "plain.gguf"), [dict(tokens=[1, 5 + n % 40, 9], max_tokens=20 + n % 7, state=n + 1) for n in range(70)]
+    alone = []
+    for wish in asked:
+        found, task = scheduler.Scheduler(), new_task(cache, **wish)
+        found.waiting.append(task)
+        finish(found)
+        alone.append(written(task))
+    cache.kept.clear()
+    found, tasks = scheduler.Scheduler(), [new_task(cache, **wish) for wish in asked]
+    found.waiting.extend(tasks)
+    assert finish(found) == scheduler.MAX_RUNNING == 64 and [written(task) for task in tasks] == alone
+    assert 0 < len(cache.kept) <= scheduler.MAX_KEPT
+
+
+def test_a_text_waits_until_there_is_memory_for_it(folder, monkeypatch):
+    """For all of its tokens, a context at most; later ones do not overtake it."""
+    found, cache = scheduler.Scheduler(), new_cache(folder / "plain.gguf")
+    assert cache.max_running_tokens > 10 ** 6  # of a very small model
+    monkeypatch.setattr(cache, "max_running_tokens", 64 + 32)
+    tasks = [new_task(cache, [1, 5, n], max_tokens) for n, max_tokens in enumerate((29, 1000, 7, 7, 7))]
+    for task in tasks:
+        task.options["sampler"].set_biases({1: -math.inf, 2: -math.inf})  # so that no text ends early
+    found.waiting.extend(tasks)
+    found.begin()
+    assert found.running == tasks[:2]
+    while tasks[0].text.reason is None:
+        found.step()
+    assert not any(task.text for task in tasks[2:])
+    found.step()
+    assert found.running == [tasks[1], *tasks[2:]]
+    found.cancel(tasks)
+    finish(found)
+    alone = new_task(cache, [1], 1000)
+    monkeypatch.setattr(cache, "max_running_tokens", 1)  # the only text begins in any case
+    found.waiting.append(alone)
+    found.begin()
+    assert found.running == [alone]
+
+
+# A library in whose place aligned_alloc, which the KV cache has its pages from, fails after so many calls.
+FEW_PAGES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+int pages_left = 1 << 30;
+void *aligned_alloc(size_t alignment, size_t size) {
+    void *(*real)(size_t, size_t) = (void *(*)(size_t, size_t))dlsym(RTLD_NEXT, "aligned_alloc");
+    return pages_left-- > 0 ? real(alignment, size) : NULL;
+}
+"""
+WITH_FEW_PAGES = """
+import ctypes, sys
+sys.path.insert(0, ".")
+import llamac
+from page import scheduler
+from pathlib import Path
+library, shim, model = sys.argv[1:]
+llamac.PATHS[:] = [Path(library)]
+pages_left = ctypes.c_int.in_dll(ctypes.CDLL(shim), "pages_left")
+N, LENGTH = 20, 150  # three pages of 64 tokens each
+
+def task(cache, n, length=LENGTH):
+    sampler = llamac.Sampler(temperature=1, state=n + 1)
+    sampler.set_biases(dict.fromkeys((1, 2, 260), float("-inf")))  # so that no text ends early
+    return scheduler.Task(cache, [1, 5 + n, 9], {"sampler": sampler, "max_tokens": length}, scheduler.Inbox(), n)
+
+def finish(found, tasks):
+    found.waiting.extend(tasks)
+    first, most = [], 0
+    while found.waiting or found.running:
+        found.step()
+        most = max(most, len(found.running))
+        first += [task.index for task in tasks if task.text and task.text.count and task.index not in first]
+    events = [[event for _, event in task.inbox.take()] for task in tasks]
+    for event in sum(events, []):
+        if isinstance(event, Exception):
+            return f"{type(event).__name__}: {event}", most, first
+    return ["".join(text for text, *_ in one) for one in events], most, first
+
+engine = llamac.Engine(llamac.Model(model))
+cache, found = scheduler.SequenceCache(engine), scheduler.Scheduler()
+alone = [finish(found, [task(cache, n)])[0][0] for n in range(N)]
+assert len(cache.kept) == N, len(cache.kept)
+pages_left.value = 0  # what is kept is freed for new texts, which go on with the memory that there is
+together, most, first = finish(found, [task(cache, n) for n in range(N)])
+assert together == alone and most == N and not found.memory_is_short, most
+pages_left.value = 1 << 30
+engine = llamac.Engine(llamac.Model(model))
+cache = scheduler.SequenceCache(engine)
+pages_left.value = 3 * N // 4  # a quarter of what they need
+together, most, first = finish(found, [task(cache, n) for n in range(N)])
+assert together == alone and most < N and first == list(range(N)), (most, first)
+assert not found.memory_is_short
+pages_left.value = 1 << 30
+engine = llamac.Engine(llamac.Model(model))
+cache = scheduler.SequenceCache(engine)
+pages_left.value = 2  # not enough for one
+text, _, _ = finish(found, [task(cache, 0)])
+assert text.startswith("OutOfMemory: not enough memory"), text
+text, _, _ = finish(found, [task(cache, 0, 100)])  # but for a shorter one
+assert text[0] and text[0] == alone[0][:len(text[0])], text
+print("fine")
+"""
+
+
+def test_texts_wait_while_memory_is_short(tmp_path, folder, library):
+    """Kept sequences are freed for them; no text fails that could have had the memory alone."""
+    (tmp_path / "few.c").write_text(FEW_PAGES)
+    compile_c(tmp_path / "few.so", "-shared", "-fPIC", tmp_path / "few.c", "-ldl", standard="gnu11")
+    done = subprocess.run([sys.executable, "-c", WITH_FEW_PAGES, library, tmp_path / "few.so", folder / "chat.gguf"], cwd=ROOT,
+                          capture_output=True, text=True, env=os.environ | {"LD_PRELOAD": str(tmp_path / "few.so")})
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_a_sequence_that_cannot_be_kept_is_freed(folder, monkeypatch):
+    """And its text ends as it would have."""
+    found, cache = scheduler.Scheduler(), new_cache(folder / "plain.gguf")
+    tasks = [new_task(cache, [1, 5]), new_task(cache, [1, 5])]
+    found.waiting.append(tasks[0])
+    finish(found)
+    tokens = llamac.Sequence.tokens.fget
+
+    def scarce(sequence):
+        if len(sequence) > 2:
+            raise MemoryError
+        return tokens(sequence)
+    cache.kept.clear()
+    monkeypatch.setattr(llamac.Sequence, "tokens", property(scarce))
+    found.waiting.append(tasks[1])
+    finish(found)
+    assert written(tasks[1]) == written(tasks[0]) and not cache.kept and tasks[1].text.sequence.pointer is None
+
+
+def test_a_text_that_fails_does_not_end_the_others(folder):
+    """A sequence that is gone makes the batch fail; broken weights beside fine ones."""
+    found, fine, broken = scheduler.Scheduler(), new_cache(folder / "plain.gguf"), new_cache(folder / "broken.gguf")
+    tasks = [new_task(fine, [1, 5]), new_task(fine, [1, 6]), new_task(broken, [1, 5]), new_task(fine, [1, 7])]
+    found.waiting.extend(tasks)
+    found.begin()
+    tasks[1].text.sequence.free()
+    finish(found)
+    assert written(tasks[0])[1] == written(tasks[3])[1] == "length"
+    assert [str(task.inbox.take()[0][1]) for task in tasks[1:3]] == [
+        "the sequence is NULL", "the logits are not finite; the weights of the model are broken"]
 
 
 def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch):
@@ -436,21 +648,39 @@ def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch
     assert task.text.sequence in freed and task.text.sequence.pointer is None and len(freed) >= 2
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n_prompt", [8000, 1])
+def test_a_client_that_leaves_frees_its_memory(server, monkeypatch, stream, n_prompt):
+    """While its prompt is read, and while its text is generated."""
+    monkeypatch.setattr(scheduler, "PROMPT_CHUNK", 1)  # so that the prompt takes seconds
+    found, asked = server.talk.scheduler, {"model": "long", "prompt": [5] * n_prompt, "max_tokens": 1_000_000, "stream": stream,
+                                           "logit_bias": {"1": -100, "2": -100}}
+    body = json.dumps(asked).encode()
+    with socket.create_connection(server.server_address) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+                           % (server.token.encode(), len(body), body))
+        end = time.monotonic() + usual(10)
+        while time.monotonic() < end and not (found.running and found.running[0].text and len(found.running[0].text.sequence) > 3):
+            time.sleep(0.01)
+        (task,) = found.running
+    assert idle(found) and task.cancelled and task.text.sequence.pointer is None
+    assert bool(task.text.count) == (n_prompt == 1)
+
+
 def test_a_client_that_reads_slowly_pauses_its_text(client, server, monkeypatch):
     """What waits for it stays limited, and other clients go on."""
     monkeypatch.setattr(scheduler, "MAX_QUEUED", 5)
-    endless = server.talk.events(server.talk.load("plain"), talk.parse(
-        {"model": "plain", "prompt": "A", "max_tokens": 1_000_000, "temperature": 0, "stream": True}, False, server.talk.load("plain")))
+    loaded = server.talk.load("plain")
+    endless = server.talk.generate(loaded, talk.parse({"model": "plain", "prompt": "A", "max_tokens": 1_000_000, "temperature": 0}, False, loaded))
     next(endless)
     (task,) = server.talk.scheduler.running
     end = time.monotonic() + 30
-    while not task.is_paused() and time.monotonic() < end:
+    while not task.inbox.is_full() and time.monotonic() < end:
         time.sleep(0.01)
     count = task.text.count
     assert len(client.completions.create(model="plain", prompt="B", max_tokens=30, temperature=0, logprobs=0).choices[0].logprobs.tokens) == 30
-    assert task.text.count == count and task.events.qsize() == 5
-    for _ in range(20):
-        next(endless)
+    assert task.text.count == count and task.inbox.queue.qsize() == 5
+    assert sum(len(next(endless)) for _ in range(20)) > 20
     endless.close()
     assert idle(server.talk.scheduler)
 

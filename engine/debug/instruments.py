@@ -12,7 +12,7 @@ import torch
 from engine.debug.activations import ActivationStats, watch
 from engine.spans import spanned
 from engine.training import distributed, hardware
-from engine.training.costs import PROBED
+from engine.training.costs import PROBED, SAMPLE_TOKENS
 from tokenizer import spell
 
 
@@ -187,28 +187,26 @@ def probe(model, batches, tokenizer, amp, examples=6):
 def write_samples(model, tokenizer, device, prompts, seed):
     """
     Return rows (prompt, method, text) of the table `samples`: each prompt continued greedily, then
-    by sampling. Each text has its own random generator with this seed. A prompt that fills the
-    context is cut to its first token.
+    by sampling. All texts are generated in one batch. Each has its own random generator with this
+    seed. A prompt that fills the context is cut to its first token.
     """
-    rows = []
+    methods = {"greedy": 0, "sampled": 0.8}  # temperatures
+    rows = [[prompt, method] for prompt in prompts for method in methods]
+    ids = [tokenizer.encode_prompt(prompt) for prompt, _ in rows]
+    ids = [tokens[:1] if len(tokens) >= model.args.max_seq_len else tokens for tokens in ids]
+    temperatures = [methods[method] for _, method in rows]
+    generators = [torch.Generator(device=device).manual_seed(seed) for _ in rows]
+    stop = tokenizer.bos_id, tokenizer.eos_id
     model.eval()
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer.encode_prompt(prompt)], device=device)
-        if ids.shape[1] >= model.args.max_seq_len:
-            ids = ids[:, :1]
-        for method, temperature in (("greedy", 0), ("sampled", 0.8)):
-            generator = torch.Generator(device=device).manual_seed(seed)
-            stop = tokenizer.bos_id, tokenizer.eos_id
-            try:
-                tokens = model.generate(ids, 96, temperature, 0.95, stop, generator)
-                text = tokenizer.decode(tokens[0, ids.shape[1]:].tolist())
-            except RuntimeError as e:  # of torch.multinomial, if probabilities are NaN
-                if hardware.is_out_of_memory(e):
-                    raise
-                text = "(no text: the model's probabilities are not finite)"
-            rows.append([prompt, method, text])
+    try:
+        texts = model.generate(ids, SAMPLE_TOKENS, temperatures, 0.95, stop, generators)
+        texts = [tokenizer.decode(text[len(prompt):]) for text, prompt in zip(texts, ids)]
+    except RuntimeError as e:  # of torch.multinomial, if probabilities are NaN
+        if hardware.is_out_of_memory(e):
+            raise
+        texts = ["(no text: the model's probabilities are not finite)"] * len(rows)
     model.train()
-    return rows
+    return [[*row, text] for row, text in zip(rows, texts)]
 
 
 # ---- speed ------------------------------------------------------------------------------------

@@ -216,7 +216,8 @@ def loss(ctx):
     # that, and more if V is small.
     slack = 0.3 + 4e-4 * ctx.args.dim * (1 + 10 / V)
     if not ctx.fresh:
-        if whole > math.log(V) + slack:
+        # A base model has never seen the markers of conversations.
+        if whole > math.log(V) + slack and not ctx.dataset.masks:
             raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = "
                             f"{math.log(V):.2f} of a model that knows nothing; were these weights "
                             f"trained with this vocabulary?")

@@ -20,6 +20,7 @@ from engine.training import distributed, hardware
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
+SAMPLE_TOKENS = 96  # max tokens of a sample of an evaluation
 EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
                     # models up to 30 % longer
 
@@ -340,6 +341,11 @@ class TrialTraining:
             x = self.tokens(rows)
             return self.model(x, x)[1]
 
+    def generate(self, n):
+        """Return the samples of an evaluation, two per prompt: a first token and n generated."""
+        rows = 2 * len(self.config.sample_prompt.split("|"))
+        return torch.tensor(self.model.generate(self.tokens(rows)[:, :1], n))
+
 
 def timed(work, *args):
     """Return the seconds that work(*args) takes, including the wait for an asynchronous device."""
@@ -373,8 +379,8 @@ def measured_step(trial, seconds):
 def measure(config, args, setup, seconds=1.0):
     """
     Return the costs found by a trial training: {"step": seconds of a step, "forward": seconds per
-    token of an evaluation, "sample": seconds per generated token, "memory": peak bytes of the
-    process, or on a GPU of its tensors}.
+    token of an evaluation, "sample": seconds in which each sample of an evaluation grows by a
+    token, "memory": peak bytes of the process, or on a GPU of its tensors}.
     """
     trial, sequences = TrialTraining(config, args.vocab_size, setup), sequences_per_rank(config)
     step, rows = measured_step(trial, seconds)
@@ -389,7 +395,7 @@ def measure(config, args, setup, seconds=1.0):
     trial.model.eval()
     trial.predict()
     forward = forward_seconds(trial, rows, seconds)
-    sample = min(timed(trial.model.generate, trial.tokens(1)[:, :1], 8) for _ in range(2)) / 8
+    sample = min(timed(trial.generate, 8) for _ in range(2)) / 8
 
     whole = expected_memory(config, args, setup.device, setup.amp_dtype)
     part = expected_memory(config, args, setup.device, setup.amp_dtype, tried)
@@ -461,12 +467,13 @@ def estimate_run(config, args, setup, meta, begun=0):
 def evaluation_seconds(config, meta, forward, sample):
     """
     Return the seconds of an evaluation: both splits, the probe batches (four windows of each split)
-    and two samples of 96 tokens per prompt. forward, sample: seconds per token.
+    and the samples, which grow by SAMPLE_TOKENS together. forward: seconds per token; sample:
+    seconds in which each sample grows by a token.
     """
     available = meta["val_tokens"] - meta["val_documents"]
     split = min(EVAL_TOKENS * config.eval_iters or available, available)
     tokens = 2 * split / distributed.world + 8 * config.max_seq_len
-    return tokens * forward + 2 * 96 * len(config.sample_prompt.split("|")) * sample
+    return tokens * forward + SAMPLE_TOKENS * sample
 
 
 def describe(config, args, dataset, setup, estimate):
