@@ -309,9 +309,9 @@ class ConversationDataset(Dataset):
         cut = sum(found.cut for found in self.cuts.values())
         too_long = sum(found.too_long for found in self.cuts.values())
         if cut:
-            notes += f"; {cut:,} longer than the context are cut at turns"
+            notes += f"; longer than the context and cut at turns: {cut:,}"
         if too_long:
-            notes += f", {too_long:,} turns longer than it left out"
+            notes += f"; turns left out, longer than the context: {too_long:,}"
         return (f"{meta['train_documents']:,} conversations to train on, {meta['val_documents']:,} "
                 f"to validate; {self.answer_share:.0%} of the tokens are answers, which alone are "
                 f"targets; packed in {self.n_rows:,} rows, {full:.0%} full{notes}")

@@ -72,6 +72,8 @@ def plan_from_time(config, given, prepare, setup):
     shape = on_master(plan.plan_shape, config, given, size, setup)
     config = config.changed(**plan.values(shape))
     prepared = load_data(config, prepare, setup.device)
+    context = plan.plan_context(config, given, prepared)
+    shape, config = shape | context, config.changed(**plan.values(context))
     seconds, length = on_master(plan.plan_length, config, given, prepared.meta, setup)
     config = config.changed(**plan.values(length))
     plan.show_plan(shape | length)
