@@ -427,7 +427,8 @@ def main(config, steps=math.inf):
         state |= resume.restore(config, found.start, state["fixed"], opt, is_forced)
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
-        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
+        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming,
+                                        grows=bool(dataset.masks) and not found.resuming)
     state["chat"] |= load.chat_metadata(found.prepared)
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)

@@ -109,11 +109,12 @@ def load_model(path, tokenizer, device):
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def start_from(model, path, check=True):
+def start_from(model, path, check=True, grows=False):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
-    run's checkpoints store them. check: passed to checkpoint.load.
+    run's checkpoints store them. check: passed to checkpoint.load; grows: whether the model may
+    have more tokens than those weights, see with_new_rows.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -121,7 +122,9 @@ def start_from(model, path, check=True):
     else:
         state, _, _, extra = read_model(path)
     with reading(path, "a model", fail):
-        distributed.load_weights(model, with_new_rows(state, model.args.vocab_size))
+        if grows:
+            state = with_new_rows(state, model.args.vocab_size)
+        distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
 
 
