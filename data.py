@@ -21,6 +21,8 @@ The prepared folder holds
     tokenizer.model      the vocabulary (tokenizer.json for byte-level BPE, bytes and characters)
     meta.json            counts, sizes, hashes; for stories also their entropy in bits per byte,
                          the lowest loss that a model can reach
+    train_mask.bin, val_mask.bin    of conversations: a byte for each token, 1 if it is part of an
+                         answer (engine/formats/chat_template.py)
 
 It is prepared once: its name ends in a hash of all it depends on (path, size and modification time
 of each file, and the settings).
@@ -35,6 +37,10 @@ say), the validation split is the end of the text.
 Windows. The windows of an epoch lie side by side in the training split, from an offset drawn for
 each epoch. If documents are long compared with the context (if they fill 8 windows or more on
 average: LONG below), every window begins with BOS, as every prompt does.
+
+Conversations. Records with conversations (engine/text/conversations.py) are encoded by a chat
+template: that of the vocabulary's model, else ChatML. Instead of windows, rows of whole
+conversations are read, and only answers are targets.
 """
 import concurrent.futures
 import functools
@@ -47,8 +53,12 @@ from configurator import configure, fail  # first: it reports missing packages
 import numpy as np
 
 from engine.text import prepare as preparation
+from engine.streams import print_highlighted
+from engine.formats.chat_template import FIRST, TARGET
 from engine.text import survey
 from engine.text.corpus import SEED
+from engine.text.packing import (BEGINS, NO_TARGET, cut_at_turns, lengths_of, pack,
+                                 read_rows)
 from engine.text.prepare import as_prepared
 from engine.text.prepared import SPLITS, Prepared, check_ids, load
 from tokenizer import BYTE, UNKNOWN
@@ -103,6 +113,12 @@ class Dataset(Prepared):
         self.prefetch = Prefetch(self.make_batch)
         self.resumed_at = 0, 0
 
+    @staticmethod
+    def of(prepared, *arguments, **named):
+        """Return the Dataset of a Prepared, a ConversationDataset if it holds conversations."""
+        kind = ConversationDataset if prepared.masks else Dataset
+        return kind(prepared, *arguments, **named)
+
     def batch(self, step):
         """Return make_batch(step). A thread then makes the batch of the next step."""
         from engine.spans import span  # here: it imports torch, which preparing does without
@@ -139,15 +155,24 @@ class Dataset(Prepared):
         count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
         tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len,
                                                min(count, limit or count))
+
+        def read(taken, longest):
+            return read_windows(tokens, starts[taken], longest, lengths[taken], self.window_bos)
+        yield from self.shared_batches(read, lengths, batch_tokens)
+
+    def shared_batches(self, read, lengths, batch_tokens):
+        """
+        Yield this rank's batches of an evaluation; see eval_batches. lengths: inputs of each
+        sequence, descending; read(slice of the sequences, max inputs): returns (x, y).
+        """
         rows = max(self.micro_batch, batch_tokens // self.seq_len)
-        rows = min(rows, math.ceil(len(starts) / self.world))  # so that all ranks share the work
-        for first in range(0, len(starts), self.world * rows):
+        rows = min(rows, math.ceil(len(lengths) / self.world))  # so that all ranks share the work
+        for first in range(0, len(lengths), self.world * rows):
             own = slice(first + self.rank * rows, first + (self.rank + 1) * rows)
-            is_counted = len(starts[own]) > 0
+            is_counted = len(lengths[own]) > 0
             taken = own if is_counted else slice(first, first + 1)
             longest = int(lengths[first])  # on all ranks, since the lengths descend
-            x, y = read_windows(tokens, starts[taken], longest, lengths[taken], self.window_bos)
-            yield *self.checked(x, y), is_counted
+            yield *self.checked(*read(taken, longest)), is_counted
 
     def probe_batches(self, sequences=4):
         """Return {split: (x, y)} of a few windows of each split, the same ones at every call."""
@@ -174,14 +199,127 @@ class Dataset(Prepared):
         return self.tokenizer.bos_id if is_long else None
 
     @property
+    def coder(self):
+        """What encodes prompts and decodes what the model writes: the vocabulary."""
+        return self.tokenizer
+
+    @property
     def separator(self):
         """The token that begins each document; None if there is only one document."""
         return self.tokenizer.bos_id if self.meta["train_documents"] > 1 else None
+
+    def epochs(self, sequences):
+        """Return how often a run has read the training split after so many sequences."""
+        return sequences * self.seq_len / self.meta["train_tokens"]
 
     def bits_per_byte(self, loss):
         """Convert a validation loss in nats per token to bits per byte of text."""
         predicted = self.meta["val_tokens"] - self.meta["val_documents"]  # all but BOS
         return loss / math.log(2) * predicted / self.meta["val_bytes"]
+
+
+class ConversationDataset(Dataset):
+    """
+    The batches of a training on conversations. Each row of a batch holds whole conversations, or
+    whole turns of those that are longer than the context, and padding; only answers are targets. In
+    targets, packing.BEGINS marks where a conversation begins.
+    """
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        size = self.seq_len + 1  # tokens of a row: inputs and the last target
+        self.cuts = {split: cut_at_turns(self.masks[split], size) for split in SPLITS}
+        for split, found in self.cuts.items():
+            if not len(found.pieces):
+                fail(f"{self.folder}: no turn of the {split} split fits into the context of "
+                     f"max_seq_len={self.seq_len} tokens; use a longer one")
+        pieces = self.cuts["train"].pieces
+        order, self.edges = pack(lengths_of(pieces), size)
+        self.packed, self.n_rows = pieces[order], len(self.edges) - 1  # of the training split
+
+    def row(self, n):
+        """Return the pieces, (m, 4), of a row of the training split."""
+        return self.packed[self.edges[n]:self.edges[n + 1]]
+
+    def read(self, split, rows, seq_len):
+        """Return read_rows of a split."""
+        tokens, marks = getattr(self, split), self.masks[split]
+        return read_rows(tokens, marks, rows, seq_len, self.tokenizer.eos_id)
+
+    def make_batch(self, step, whole=False):
+        rows, counted = self.windows(step, whole)
+        x, y = self.read("train", [self.row(n) for n in rows], self.seq_len)
+        y[counted == 0] = NO_TARGET
+        return tuple(t.pin_memory() if self.pinned else t for t in self.checked(x, y))
+
+    def windows(self, step, whole=False):
+        """
+        Return (rows, counted), (n,) int64 each, of make_batch: indices of rows, and 0 for a row
+        that only fills the batch of a rank, else 1.
+        """
+        first = sequences_before(step, self.global_batch, self.resumed_at)
+        share = (0, 1) if whole else (self.rank, self.world)
+        return slice_windows(self.n_rows, self.seed, first, self.global_batch, 1, share)
+
+    def eval_batches(self, split, limit, batch_tokens):
+        """
+        Yield the batches of an evaluation, (x, y, is_counted): conversations with about `limit`
+        targets in total (0: as many as the validation split has), each one in a row of its own.
+        """
+        pieces, count = self.cuts[split].pieces, self.answer_tokens("val").sum()
+        drawn = np.random.Generator(np.random.PCG64(SEED)).permutation(len(pieces))
+        targets = np.cumsum(self.answer_tokens(split)[drawn])
+        pieces = pieces[drawn[:np.searchsorted(targets, min(count, limit or count)) + 1]]
+        pieces = pieces[np.argsort(-lengths_of(pieces), kind="stable")]
+
+        def read(taken, longest):
+            return self.read(split, pieces[taken][:, None], longest)
+        yield from self.shared_batches(read, lengths_of(pieces) - 1, batch_tokens)
+
+    def answer_tokens(self, split):
+        """Return the number of targets in each piece of a split, (n,)."""
+        before = np.cumsum(np.append(0, self.masks[split] & TARGET > 0))
+        pieces = self.cuts[split].pieces
+        return before[pieces[:, 3]] - before[pieces[:, 2]]
+
+    def probe_batches(self, sequences=4):
+        pieces = {"train": [self.row(n) for n in range(min(sequences, self.n_rows))],
+                  "val": [piece[None] for piece in self.cuts["val"].pieces[:sequences]]}
+        return {split: self.checked(*self.read(split, rows, self.seq_len))
+                for split, rows in pieces.items()}
+
+    window_bos, separator = None, BEGINS
+
+    @property
+    def coder(self):
+        """What encodes prompts and decodes answers: the chat template with the vocabulary."""
+        return self.chat
+
+    def epochs(self, sequences):
+        return sequences / self.n_rows
+
+    def bits_per_byte(self, loss):
+        """Convert a validation loss in nats per token of answers to bits per byte of answers."""
+        return loss / math.log(2) * self.meta["val_answer_tokens"] / self.meta["val_answer_bytes"]
+
+    def describe(self):
+        """Return what is trained on, in words."""
+        meta, notes = self.meta, ""
+        full = lengths_of(self.packed).sum() / (self.n_rows * (self.seq_len + 1))
+        cut = sum(found.cut for found in self.cuts.values())
+        too_long = sum(found.too_long for found in self.cuts.values())
+        if cut:
+            notes += f"; longer than the context and cut at turns: {cut:,}"
+        if too_long:
+            notes += f"; turns left out, longer than the context: {too_long:,}"
+        return (f"{meta['train_documents']:,} conversations to train on, {meta['val_documents']:,} "
+                f"to validate; {self.answer_share:.0%} of the tokens are answers, which alone are "
+                f"targets; packed in {self.n_rows:,} rows, {full:.0%} full{notes}")
+
+    @property
+    def answer_share(self):
+        """The share of answers in the tokens of the training split."""
+        return self.meta["train_answer_tokens"] / self.meta["train_tokens"]
 
 
 class Prefetch:
@@ -333,6 +471,13 @@ def eval_windows(tokens, bos_id, seq_len, count):
 
 # ---- what a text looks like ----------------------------------------------------------------------
 
+def document_starts(dataset, split, count):
+    """Return where documents start in the first `count` tokens of a split."""
+    if dataset.masks:
+        return np.flatnonzero(dataset.masks[split][:count] & FIRST)
+    return np.flatnonzero(getattr(dataset, split)[:count] == dataset.tokenizer.bos_id)
+
+
 def document_rows(dataset, count=3, max_tokens=40):
     """
     Return rows about the first `count` documents of each split, for the table `documents`: split,
@@ -347,7 +492,7 @@ def document_rows(dataset, count=3, max_tokens=40):
     fallback = BYTE if tokenizer.kind == "sentencepiece" else None
     for split in SPLITS:
         tokens = np.asarray(getattr(dataset, split)[:1 << 18])
-        starts = np.flatnonzero(tokens == tokenizer.bos_id)
+        starts = document_starts(dataset, split, len(tokens))
         ends = [*starts[1:], len(tokens)]
         for start, end in zip(starts[:count], ends):
             ids = tokens[start:end].tolist()
@@ -360,29 +505,52 @@ def document_rows(dataset, count=3, max_tokens=40):
 
 def survey_excerpts(dataset, max_tokens=EXCERPT):
     """Return what survey.survey finds in an excerpt of each split."""
-    bos_id = dataset.tokenizer.bos_id
+    bos_id, starts = dataset.tokenizer.bos_id, None
     splits = {name: excerpt(getattr(dataset, name), bos_id, max_tokens) for name in SPLITS}
-    return survey.survey(splits, dataset.tokenizer, dataset.meta)
+    if dataset.masks:
+        splits = {name: getattr(dataset, name)[:max_tokens] for name in SPLITS}
+        starts = {name: document_starts(dataset, name, max_tokens) for name in SPLITS}
+    return survey.survey(splits, dataset.tokenizer, dataset.meta, starts)
 
 
 def data_rows(dataset):
     """Return {column: value} about the data for the first row of a run's log."""
     found = survey_excerpts(dataset, 1 << 20)
     counts, edges = np.histogram(found["lengths"], bins=32)
+    answers = {"data/answers": dataset.answer_share} if dataset.masks else {}
     # The first row of a table names its columns.
-    return {"documents": document_rows(dataset), "data": found["summary"][1:],
+    return answers | {"documents": document_rows(dataset), "data": found["summary"][1:],
             "pieces": found["most frequent pieces"][1:],
             "data/lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
+
+
+def show_conversations(prepared, count=3, max_tokens=400):
+    """Print the first `count` conversations of each split; what a training predicts stands out."""
+    pieces = prepared.tokenizer.pieces()
+    for split in SPLITS:
+        tokens, marks = getattr(prepared, split), prepared.masks[split]
+        starts = document_starts(prepared, split, 1 << 18)[:count + 1].tolist()
+        ends = [*starts[1:], min(len(tokens), 1 << 18)]
+        for start, end in list(zip(starts, ends))[:count]:
+            shown = slice(start, min(end, start + max_tokens))
+            is_target = marks[shown] & TARGET > 0
+            edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(is_target)]
+            print(f"\n{split}: {end - start} tokens, {is_target.sum()} of them targets")
+            print_highlighted((survey.with_markers(tokens[shown][a:b].tolist(), pieces),
+                               is_target[a]) for a, b in zip(edges, edges[1:]))
 
 
 def show_data(prepared):
     """Print and write what --show, --page and --png ask for."""
     found, rows = survey_excerpts(prepared), document_rows(prepared)
-    if show:
+    if show and prepared.masks:
+        show_conversations(prepared)
+    elif show:
         for split, text, tokens, length, unknown, fallback in rows:
             print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, "
                   f"{fallback:.2%} byte fallback")
             print(f"  {text!r}\n  {tokens}")
+    if show:
         for name, lines in survey.tables(found).items():
             print(f"\n{name}", *survey.table(lines), sep="\n")
     columns = ["split", "text", "tokens", "length", "unknown", "byte fallback"]

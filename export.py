@@ -483,7 +483,8 @@ def hf_generation_config(args, vocabulary, extra):
 def hf_tokenizer_config(args, vocabulary, extra):
     """
     Return the content of tokenizer_config.json. With split_special_tokens, "<s>" in a text is
-    encoded as three characters, never as the special token, as by tokenizer.py and ./run.
+    encoded as three characters, never as the special token, as by tokenizer.py and ./run. A chat
+    template needs the opposite: transformers encodes what it writes as one text.
     """
     pieces = vocabulary.pieces()
     ids = {"unk": vocabulary.unk_id, "bos": vocabulary.bos_id, "eos": vocabulary.eos_id}
@@ -491,9 +492,9 @@ def hf_tokenizer_config(args, vocabulary, extra):
     config |= {f"{name}_token": pieces[i][0].decode() for name, i in ids.items() if i is not None}
     if not vocabulary.add_bos:
         config["add_bos_token"] = False  # for llama.cpp's converter
-    config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False,
-               "model_input_names": ["input_ids", "attention_mask"]}
     template = extra.get(TEMPLATE)
+    config |= {"split_special_tokens": not template, "clean_up_tokenization_spaces": False,
+               "model_input_names": ["input_ids", "attention_mask"]}
     if isinstance(template, bytes):
         template = template.decode(errors="replace")
     return config | ({"chat_template": template} if isinstance(template, str) else {})

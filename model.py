@@ -215,7 +215,8 @@ class Transformer(nn.Module):
     """Tokens (B, T) in, logits or the loss out."""
 
     # The token that begins a document: a query sees only the positions from the latest such token
-    # up to its own. None: a query sees all positions up to its own.
+    # up to its own. A negative number: not the token, but its target is this number where a
+    # document begins. None: a query sees all positions up to its own.
     bos_id = None
 
     # Activation checkpointing in training mode: save only the blocks' inputs, and recompute the
@@ -261,14 +262,15 @@ class Transformer(nn.Module):
         """
         For tokens (B, T), return (logits, None) if targets is None, otherwise (None, loss).
 
-        targets: (B, T), -1 where a position has none. The loss is their mean cross-entropy in nats.
+        targets: (B, T), negative where a position has none. The loss is their mean cross-entropy in
+        nats.
         every: with n > 0, return the logits of positions 0, n, 2n, ...; with 0, the logits of the
         last position, (B, 1, V).
         cache: a dict from new_cache with the earlier positions of each row, as many as cache["pos"]
         counts; this call appends T positions to each. A query then sees all positions of its row up
         to its own, whatever bos_id and documents are.
-        documents: from ops.documents_of. A query then sees only its own document, as with bos_id,
-        which is ignored. Unlike bos_id, documents needs no mask of (B, 1, T, T).
+        documents: from ops.documents_of, or a mask from document_mask. A query then sees only its
+        own document, as with bos_id, which is ignored. Documents need no mask of (B, 1, T, T).
         """
         B, T = tokens.shape
         rope, mask = self.rope[:T], documents
@@ -280,8 +282,8 @@ class Transformer(nn.Module):
             slots = rows[:, None], positions
             rope = self.rope[positions]  # (B, T, Q/2, 2)
             mask = (keys <= positions[:, :, None])[:, None]  # (B, 1, T, S)
-        elif mask is None and self.bos_id is not None:
-            mask = ops.within_documents(tokens, self.bos_id)
+        elif mask is None:
+            mask = self.document_mask(tokens, targets)
         for i, layer in enumerate(self.layers):
             if self.recompute and self.training:
                 x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
@@ -294,6 +296,13 @@ class Transformer(nn.Module):
         if targets is None:
             return self.output(x[:, ::every] if every else x[:, -1:]), None
         return None, ops.cross_entropy(x.flatten(0, 1), self.output, targets.flatten())
+
+    def document_mask(self, tokens, targets=None):
+        """Return ops.within_documents by bos_id for tokens and targets (B, T); None: no mask."""
+        borders = targets if self.bos_id is not None and self.bos_id < 0 else tokens
+        if self.bos_id is None or borders is None:
+            return None
+        return ops.within_documents(borders, self.bos_id)
 
     def new_cache(self, B, length):
         """

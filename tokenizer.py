@@ -159,6 +159,20 @@ class Tokenizer:
         """Return the ids of a text as a list of int, with BOS before and EOS after if asked."""
         return [self.bos_id] * bos + self._encode(without_surrogates(text)) + [self.eos_id] * eos
 
+    def encode_inside(self, text):
+        """Return the ids of a text inside another: without the space that is put before a text."""
+        return self._encode(without_surrogates(text))
+
+    def with_control(self, names, path="the vocabulary"):
+        """
+        Return the same vocabulary with these pieces, str, as control tokens: user-defined ones of
+        this name become control tokens, missing ones are added at the end. path: for messages.
+        """
+        kinds = {piece.decode(errors="replace"): kind for piece, _, kind in self.pieces()
+                 if kind in (CONTROL, USER_DEFINED)}
+        changed = [name for name in names if kinds.get(name) != CONTROL]
+        return self._with_control(changed, path) if changed else self
+
     def encode_prompt(self, text, eos=False):
         """
         Return the ids of a prompt as `run` encodes it: with BOS before if the vocabulary has
@@ -193,7 +207,8 @@ class Tokenizer:
         pieces = self.pieces()
         names = [piece.decode() for piece, _, _ in pieces]
         return tokenizer_json(
-            added_tokens(self), {"type": "Sequence", "normalizers": normalizers(self)}, None,
+            added_tokens(self), {"type": "Sequence", "normalizers": normalizers(self)},
+            FIRST_SPACE if prefixes_first(self) else None,
             add_bos_step(names[self.bos_id], self.bos_id) if self.add_bos else None,
             {"type": "Sequence", "decoders": decoders(self)},
             {"unk_token": names[self.unk_id], "fuse_unk": True, "ignore_merges": False,
@@ -245,9 +260,30 @@ class SentencePiece(Tokenizer):
         self.normalizer = rules.name if self.charsmap else "identity"
         unknown_fields = {field.field_number: field.data for field in UnknownFieldSet(proto)}
         self.add_bos = unknown_fields.get(ADD_BOS_FIELD) != 0
+        self.inside = None  # the model without the leading space, made when it is needed
 
     def _encode(self, text):
         return self.model.encode(text)
+
+    def encode_inside(self, text):
+        if not self.add_dummy_prefix:
+            return super().encode_inside(text)
+        if not self.inside:
+            proto = sentencepiece_model_pb2.ModelProto.FromString(self.data)
+            proto.normalizer_spec.add_dummy_prefix = False
+            self.inside = spm.SentencePieceProcessor(model_proto=proto.SerializeToString())
+        return self.inside.encode(without_surrogates(text))
+
+    def _with_control(self, names, path):
+        proto = sentencepiece_model_pb2.ModelProto.FromString(self.data)
+        for piece in proto.pieces:
+            if piece.piece in names:
+                piece.type = CONTROL
+        known = {piece.piece for piece in proto.pieces}
+        for name in names:
+            if name not in known:
+                proto.pieces.add(piece=name, score=0.0, type=CONTROL)
+        return SentencePiece(proto.SerializeToString(), path)
 
     def decode(self, ids):
         """Return the text of ids, without BOS and EOS; invalid UTF-8 becomes U+FFFD."""
@@ -268,12 +304,18 @@ class SentencePiece(Tokenizer):
 class Bytes(Tokenizer):
     """
     Id 3 + b is byte b. The space is a normal piece, because sentencepiece turns it into U+2581
-    before it searches for pieces; the other bytes are byte pieces, <0x00> to <0xFF>.
+    before it searches for pieces; the other bytes are byte pieces, <0x00> to <0xFF>. control: names
+    of control tokens that follow them.
     """
-    kind, vocab_size = "byte", 3 + 256
+    kind = "byte"
 
-    def __init__(self):
-        self.data = json.dumps({"kind": "byte"}).encode()
+    def __init__(self, control=()):
+        self.control = [*control]
+        self.vocab_size = 3 + 256 + len(self.control)
+        self.data = json.dumps({"kind": "byte"} | stored_control(self.control)).encode()
+
+    def _with_control(self, names, path):
+        return Bytes([*self.control, *names])
 
     def _encode(self, text):
         return [3 + b for b in text.replace(SPACE, " ").encode()]
@@ -284,6 +326,7 @@ class Bytes(Tokenizer):
         bytes (Python's "replace"), unlike in `decode_utf8`.
         """
         spelled = [UNKNOWN_TEXT.encode(), b"", b"", *(bytes([b]) for b in range(256))]
+        spelled += [b""] * len(self.control)
         text = bytearray()  # join would take 80 bytes of memory a token
         for i in map(int, ids):
             text += spelled[i]
@@ -293,7 +336,7 @@ class Bytes(Tokenizer):
         """Return [(bytes of the piece, score, type)] in order of id."""
         letters = [(b"<0x%02X>" % b, 0.0, BYTE) for b in range(256)]
         letters[ord(" ")] = (SPACE.encode(), 0.0, NORMAL)
-        return special_pieces() + letters
+        return special_pieces() + letters + control_pieces(self.control)
 
     def hugging_face(self):
         """
@@ -304,20 +347,27 @@ class Bytes(Tokenizer):
         made = super().hugging_face()
         level = BYTE_LEVEL | {"trim_offsets": False, "use_regex": False}
         made["model"] |= {"byte_fallback": False,
-                          "vocab": ids_of([name for name, _ in SPECIALS] + LETTERS)}
+                          "vocab": ids_of([name for name, _ in SPECIALS] + LETTERS + self.control)}
         return made | {"normalizer": replace(SPACE, " "), "pre_tokenizer": level, "decoder": level}
 
 
 class Characters(Tokenizer):
-    """Id 3 + i is the i-th of the sorted `characters`. Consecutive others become one <unk>."""
+    """
+    Id 3 + i is the i-th of the sorted `characters`. Consecutive others become one <unk>. control:
+    names of control tokens that follow them.
+    """
     kind = "char"
 
-    def __init__(self, characters):
+    def __init__(self, characters, control=()):
         self.characters = sorted(set(characters.replace(SPACE, " ")))
-        self.vocab_size = 3 + len(self.characters)
+        self.control = [*control]
+        self.vocab_size = 3 + len(self.characters) + len(self.control)
         self.ids = {c: 3 + i for i, c in enumerate(self.characters)}
         stored = {"kind": "char", "characters": "".join(self.characters)}
-        self.data = json.dumps(stored).encode()
+        self.data = json.dumps(stored | stored_control(self.control)).encode()
+
+    def _with_control(self, names, path):
+        return Characters("".join(self.characters), [*self.control, *names])
 
     def _encode(self, text):
         unk = self.unk_id
@@ -329,18 +379,28 @@ class Characters(Tokenizer):
 
     def decode(self, ids):
         """Return the text of ids, without BOS and EOS."""
-        spelled = [UNKNOWN_TEXT, "", ""] + self.characters
+        spelled = [UNKNOWN_TEXT, "", ""] + self.characters + [""] * len(self.control)
         return "".join(spelled[int(i)] for i in ids)
 
     def pieces(self):
         """Return [(bytes of the piece, score, type)] in order of id; a space is U+2581."""
         letters = [(c.replace(" ", SPACE).encode(), 0.0, NORMAL) for c in self.characters]
-        return special_pieces() + letters
+        return special_pieces() + letters + control_pieces(self.control)
 
 
 def special_pieces():
     """Return the entries of `pieces()` for ids 0, 1, 2 of the vocabularies we make."""
     return [(piece.encode(), 0.0, kind) for piece, kind in SPECIALS]
+
+
+def control_pieces(names):
+    """Return the entries of `pieces()` for control tokens with these names."""
+    return [(name.encode(), 0.0, CONTROL) for name in names]
+
+
+def stored_control(names):
+    """Return the part of a stored byte or char vocabulary for its control tokens; {} for none."""
+    return {"control": names} if names else {}
 
 
 # ---- byte-level BPE ------------------------------------------------------------------------------
@@ -372,6 +432,20 @@ class ByteLevel(Tokenizer):
 
     def _encode(self, text):
         return self.model.encode(text, add_special_tokens=False).ids
+
+    def _with_control(self, names, path):
+        tokenizer, size = json.loads(json.dumps(self.tokenizer)), self.vocab_size
+        added, vocabulary = tokenizer["added_tokens"], tokenizer["model"]["vocab"]
+        for name in names:
+            known = next((token for token in added if token["content"] == name), None)
+            if known:
+                known["special"] = True
+            else:
+                vocabulary[name] = size
+                added.append(added_token(size, name, special=True))
+                size += 1
+        bos_eos = BosEos(self.bos_id, self.eos_id, self.add_bos)
+        return stored_byte_level(tokenizer, bos_eos, size, path)
 
     def decode(self, ids):
         """
@@ -653,7 +727,10 @@ def recognize_own(tokenizer):
     """Return the byte or char vocabulary that export.py wrote as this tokenizer.json, or None."""
     letters = (name.replace(SPACE, " ") for name in tokenizer["model"]["vocab"])
     characters = "".join(letter for letter in letters if len(letter) == 1)
-    for made in Bytes(), Characters(characters):
+    specials = {name for name, _ in SPECIALS}
+    control = [token["content"] for token in tokenizer["added_tokens"]
+               if token["special"] and token["content"] not in specials]
+    for made in Bytes(control), Characters(characters, control):
         if json.loads(json.dumps(made.hugging_face())) == tokenizer:
             return made
     return None
@@ -667,8 +744,8 @@ def load_json(data, path):
         return recognize_own(stored) or from_hugging_face(stored, path)
     if stored.get("kind") == "bpe":
         return ByteLevel(data, path)
-    is_byte = stored.get("kind") == "byte"
-    made = Bytes() if is_byte else Characters(stored.get("characters", ""))
+    is_byte, control = stored.get("kind") == "byte", stored.get("control", [])
+    made = Bytes(control) if is_byte else Characters(stored.get("characters", ""), control)
     if made.data != data:
         fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected "
              "one that data.py --vocab_source=byte or char has written, or a tokenizer.json")
@@ -748,6 +825,20 @@ def added_tokens(tokenizer):
     return found
 
 
+# Puts a space before a text, but not after a control token in it; nor before a space, which only
+# differs from sentencepiece at the beginning of a text.
+FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+
+
+def prefixes_first(tokenizer):
+    """
+    Return whether texts contain control tokens, as a chat template writes them, and the vocabulary
+    puts a space before a text: that space must then not come after each control token.
+    """
+    kinds = [kind for _, _, kind in tokenizer.pieces()]
+    return tokenizer.add_dummy_prefix and kinds.count(CONTROL) > 2  # more than BOS and EOS
+
+
 def normalizers(tokenizer):
     """
     Return the steps that rewrite a text before it is split into pieces. Hugging Face also applies
@@ -762,12 +853,12 @@ def normalizers(tokenizer):
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if tokenizer.remove_extra_whitespaces:
         steps += [replace("\\A +", "", "Regex"), replace("  +", " ", "Regex")]
-    if tokenizer.add_dummy_prefix:
+    if tokenizer.add_dummy_prefix and not prefixes_first(tokenizer):
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(replace(" ", SPACE))
     symbols = "|".join(re.escape(token["content"]) for token in added_tokens(tokenizer)
                        if token["normalized"])
-    if tokenizer.add_dummy_prefix and symbols:
+    if tokenizer.add_dummy_prefix and symbols and not prefixes_first(tokenizer):
         steps.append(replace(f"\\A{SPACE}(?=(?:{symbols})\\z)", "", "Regex"))
     if tokenizer.remove_extra_whitespaces:
         steps.append(replace(f"{SPACE}+\\z", "", "Regex"))

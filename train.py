@@ -35,6 +35,7 @@ from engine.debug.preflight import CheckContext, check_names, run_checks
 from engine.formats.layout import refuse_other_tensors, unnamed_parameters
 from engine.spans import span
 from engine.streams import outlast
+from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
 from engine.training import (checkpoint, costs, distributed, hardware, load, mode, plan, progress,
@@ -184,17 +185,20 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
-    sequences = batch_size * gradient_accumulation_steps / distributed.world  # per process
+    # Targets of a process on average: each micro-batch has its share of them as weight in the loss,
+    # which is then the mean over all targets of the global batch.
+    targets = distributed.total((y >= 0).sum().item()) / distributed.world
     grouped_queries = 0 < n_kv_heads < n_heads
     packed = document_mask and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
                                                         grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        # The micro-batch's weight in the mean loss. Rows without targets are padding and don't
-        # count: they give each rank the same number of rows if the batch can't be divided evenly.
-        share = (yb >= 0).any(1).sum().item() / sequences
+        share = (yb >= 0).sum().item() / max(1, targets)
         # None: the network masks other documents by model.bos_id, if that is set.
-        documents = ops.documents_of(xb, t.dataset.separator, t.device) if packed else None
+        documents = None
+        if packed:
+            borders = yb if t.dataset.separator == BEGINS else xb
+            documents = ops.documents_of(borders, t.dataset.separator, t.device)
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
             with span("forward"), t.amp:
@@ -260,7 +264,7 @@ def assess(t):
     probed = {split: distributed.to_device(t.device, *batch)
               for split, batch in t.dataset.probe_batches().items()}
     prompts = sample_prompt.split("|")
-    samples = write_samples(t.model, t.dataset.tokenizer, t.device, prompts, seed)
+    samples = write_samples(t.model, t.dataset.coder, t.device, prompts, seed)
     noise = {}
     if "noise_scale" in log_extras:
         noise = gradient_noise(t.model, t.dataset, t.device, t.amp)
@@ -400,8 +404,8 @@ def main(config, steps=math.inf):
 
     # ---- data ------------------------------------------------------------------------------------
     sequences = batch_size * gradient_accumulation_steps  # of a step, over all processes
-    dataset = Dataset(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
-                      distributed.world, pinned=device.type == "cuda")
+    dataset = Dataset.of(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
+                         distributed.world, pinned=device.type == "cuda")
     if not eval_only:
         costs.refuse_too_large(config, args, device, setup.amp_dtype)
         begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
@@ -423,7 +427,9 @@ def main(config, steps=math.inf):
         state |= resume.restore(config, found.start, state["fixed"], opt, is_forced)
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
-        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
+        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming,
+                                        grows=bool(dataset.masks) and not found.resuming)
+    state["chat"] |= load.chat_metadata(found.prepared)
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)
     if compile:
@@ -487,7 +493,7 @@ def train(t, steps=math.inf):
             stop, save_now, seconds = signals.read()
         stop = stop or step >= first_step + steps
         state["clock"] = clock | {"seconds": seconds}
-        epoch = state["sequences"] * max_seq_len / t.dataset.meta["train_tokens"]
+        epoch = t.dataset.epochs(state["sequences"])
         row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
         n_coordinates = len(row)  # a row that gets no other entries is not logged
 

@@ -293,7 +293,7 @@ class SwiGLU(torch.autograd.Function):
 def cross_entropy(x, lm_head, targets):
     """
     Return the mean cross-entropy of the logits lm_head(x), in nats; 0 if no row has a target.
-    x: (N, D); targets: (N,) int64, -1 where a row has none.
+    x: (N, D); targets: (N,) int64, negative where a row has none.
 
     All logits at once may not fit in memory. So the plain formula, which needs them, runs only
     when compiled for GPUs, uncompiled within plain_formulas(), or with an lm_head that computes
@@ -306,7 +306,8 @@ def cross_entropy(x, lm_head, targets):
 
 
 def cross_entropy_plain(x, lm_head, targets):
-    total = F.cross_entropy(lm_head(x).float(), targets, ignore_index=-1, reduction="sum")
+    total = F.cross_entropy(lm_head(x).float(), targets.clamp(min=-1), ignore_index=-1,
+                            reduction="sum")
     return total / (targets >= 0).sum().clamp(min=1)
 
 

@@ -181,6 +181,23 @@ def reader_exited(stream):
     return bool(poll.poll(0))
 
 
+def print_highlighted(parts):
+    """
+    Print [(text, whether it is highlighted)] as one text: in green on a terminal, elsewhere, and if
+    NO_COLOR is set (https://no-color.org), between ⟦ and ⟧.
+    """
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for text, is_highlighted in parts:
+        begin, end = ("⟦", "⟧") if is_highlighted else ("", "")
+        if not (is_highlighted and is_coloured):
+            print(f"{begin}{text}{end}", end="")
+            continue
+        sys.stdout.flush()
+        text = f"\x1b[32m{printable(text)}\x1b[0m"  # past PrintableStream, which escapes \x1b
+        sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
+    print()
+
+
 def tell(text, file=None):
     """Print a line in one write, so that threads' lines don't mix; ignore readers that exited."""
     with ignore_closed_pipe():

@@ -33,7 +33,8 @@ struct Template {
     bool leading_space;   // text after BOS or EOS gets the leading space of the vocabulary
 };
 
-// Each row names the models whose Jinja source it reproduces. What the rows leave out:
+// Each row names the models whose Jinja source it reproduces. Training has the same rows in
+// engine/formats/chat_template.py. What the rows leave out:
 // - Qwen3 and QwQ remove the part of earlier answers up to </think>. A turn cannot change the
 //   tokens before it, so this part stays in the KV cache of a session. QwQ's source also begins
 //   each answer with <think>, which the model then writes itself.

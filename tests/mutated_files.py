@@ -34,8 +34,10 @@ import export
 import sweep
 from configurator import Config, source_knobs
 from data import Dataset
+from engine.formats.chat_template import CHATML, Chat
 from engine.text import prepare, readers
-from engine.text.corpus import Corpus, scan
+from engine.text.conversations import Intake
+from engine.text.corpus import Conversations, Corpus, scan
 from engine.training import checkpoint, load, progress, resume, run_folder
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
@@ -254,6 +256,68 @@ def read_table(folder):
         configurator.fail(f"{e.filename}: {e.strerror or e}")
 
 
+TALK = [{"messages": [{"role": "system", "content": "Be brief."}] * (n % 2)
+         + [{"role": "user", "content": TEXT[n:]}, {"role": "assistant", "content": f"Yes {n}."}] * (1 + n % 3)} for n in range(40)]
+
+
+def talk(name):
+    def make(folder):
+        if name.endswith("parquet"):
+            import pyarrow
+            from pyarrow import parquet
+            parquet.write_table(pyarrow.Table.from_pylist(TALK), folder / name, row_group_size=15)
+        else:
+            (folder / name).write_text("\n".join(map(json.dumps, TALK)) if name.endswith("l") else json.dumps(TALK))
+        return [folder / name]
+
+    return make
+
+
+def read_talk(folder):
+    """Conversations, encoded; a mutant may hold texts instead."""
+    path, intake = next(p for p in folder.iterdir() if p.name.startswith("a.")), Intake()
+    (folder / "copies").mkdir(exist_ok=True)
+    chat = Chat(CHATML, Bytes())
+
+    def look(here):
+        intake.begin(path)
+        return scan(here, "text", intake=intake)
+
+    try:
+        here, (found, _), _ = readers.readable(path, folder / "copies/0", "text", look)
+        rows = np.insert(found, 0, 0, axis=1)
+        intake.accept(), intake.report("x")
+        for turns, _ in Conversations(rows, [str(here)]).turns(rows) if intake.kind else ():
+            chat.encode(turns)
+    except readers.Unfit as e:
+        configurator.fail(e)
+
+
+def prepared_talk(folder):
+    chat, ids, marks = Chat(CHATML, Bytes()), [], []
+    for record in TALK:
+        found = chat.encode([(turn["role"], turn["content"]) for turn in record["messages"]])
+        ids, marks = ids + found[0], marks + found[1]
+    paths = prepared(folder)
+    chat.tokenizer.save(folder / "tokenizer.json")
+    meta = json.loads((folder / "meta.json").read_text()) | {"vocab_size": 261, "chat_template": CHATML}
+    for split in "train", "val":
+        np.array(ids, "<u2").tofile(folder / f"{split}.bin")
+        np.array(marks, "u1").tofile(folder / f"{split}_mask.bin")
+        meta |= {f"{split}_tokens": len(ids), f"{split}_documents": 40, f"{split}_answer_tokens": 900, f"{split}_answer_bytes": 800}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    fitting_meta(folder)
+    return [*paths, folder / "train_mask.bin", folder / "val_mask.bin"]
+
+
+def read_prepared_talk(folder):
+    for length in 256, 1024:
+        dataset = Dataset.of(prepare.load(folder), length, 2, 2, 1)
+        dataset.make_batch(0), dataset.make_batch(3), dataset.probe_batches(2), dataset.bits_per_byte(1.0)
+        for _ in dataset.eval_batches("val", 64, 64):
+            pass
+
+
 def settings(name, text):
     def make(folder):
         (folder / name).write_text(text)
@@ -330,6 +394,8 @@ FORMATS = {
     "meta .pth": (of_meta, read_model),
     "checkpoint": (run_files, read_run),
     "prepared data": (prepared, read_prepared),
+    "prepared conversations": (prepared_talk, read_prepared_talk),
+    **{f"conversations {name}": (talk(f"a.{name}"), read_talk) for name in ("jsonl", "json", "parquet")},
     **{name: (table(f"a.{name}"), read_table)
        for name in ("txt", "jsonl", "json", "csv", "tsv", "parquet", "txt.gz", "jsonl.xz")},
     "yaml config": (settings("a.yaml", "dim: 64\nlearning_rate: 1e-3\ndata: &x a.txt\nvocab_source: byte\n"), read_settings),
@@ -338,7 +404,7 @@ FORMATS = {
     "log.jsonl": (logged, read_logged),
     "labelled .jsonl": (labelled, read_labelled),
 }
-FITTING = {"checkpoint": fitting_manifest, "prepared data": fitting_meta}
+FITTING = {"checkpoint": fitting_manifest, "prepared data": fitting_meta, "prepared conversations": fitting_meta}
 
 
 # ---- mutants

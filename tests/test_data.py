@@ -523,7 +523,7 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     ({"messages": [{"role": "user", "content": "Hi"}]}, "text"), ({"conversations": [{"from": "human", "value": "Hi"}]}, "text"),
     ({"instruction": "Hi", "output": "Ho"}, "text"), ({"messages": [{"role": "user", "content": "Hi"}]}, "messages")])
 def test_conversations_are_refused_with_how_to_write_them(record, column):
-    with pytest.raises(blocks.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
+    with pytest.raises(blocks.Unfit, match=r"; expected an object with a string under .*; or a conversation: messages"):
         tables.jsonl_text(json.dumps(record), column, 1)
 
 

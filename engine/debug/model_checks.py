@@ -70,7 +70,7 @@ def documents(ctx):
     """Find attention that reaches into the document before, although document_mask is set."""
     config, separator = ctx.config, ctx.dataset.separator
     too_small = config.max_seq_len < 8 or ctx.args.vocab_size < 3
-    if not config.document_mask or separator is None or too_small:
+    if not config.document_mask or separator is None or separator < 0 or too_small:
         raise Skip
     T = min(config.max_seq_len, 64)
     changed, second = T // 4, T // 2  # index of the changed token, start of the second document
@@ -201,11 +201,12 @@ def loss(ctx):
     with torch.no_grad(), ctx.amp:
         whole = model(ctx.x, ctx.y)[1].item()
         found = model(x, y)[1].item()
-        logits = model(x, every=1)[0].float()
+        logits = model(x, every=1, documents=model.document_mask(x, y))[0].float()
     if not math.isfinite(whole):
         raise Bug(f"the loss before the first step is {whole}; look at the initialization, and at "
                   f"the data's ids")
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1,
+    targets = y.flatten().clamp(min=-1)
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1,
                                               reduction="sum").item()
     expected = total / max(1, (y >= 0).sum().item())
     if abs(found - expected) > 0.3:
@@ -215,7 +216,8 @@ def loss(ctx):
     # that, and more if V is small.
     slack = 0.3 + 4e-4 * ctx.args.dim * (1 + 10 / V)
     if not ctx.fresh:
-        if whole > math.log(V) + slack:
+        # A base model has never seen the markers of conversations.
+        if whole > math.log(V) + slack and not ctx.dataset.masks:
             raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = "
                             f"{math.log(V):.2f} of a model that knows nothing; were these weights "
                             f"trained with this vocabulary?")

@@ -95,11 +95,13 @@ def memorized_loss(x, y, bos_id, context=None):
     above 0 if the same context has several targets.
     """
     targets_after = defaultdict(Counter)  # {context: {target: count}}
+    is_in_targets = bos_id is not None and bos_id < 0  # see Transformer.bos_id
     for tokens, targets in zip(x.tolist(), y.tolist()):
         seen = ()
         for token, target in zip(tokens, targets):
             # A context is two numbers: a hash of all earlier tokens, and the latest token.
-            seen = (token,) if token == bos_id else (hash(seen), token)
+            is_first = (target if is_in_targets else token) == bos_id
+            seen = (token,) if is_first else (hash(seen), token)
             if target >= 0:
                 key = seen if context is None else seen[-1:] * context
                 targets_after[key][target] += 1
@@ -119,7 +121,8 @@ def target_probability(t):
     for x, y in zip(*(tokens.split(t.config.batch_size) for tokens in t.dataset.batch(0))):
         x, y = distributed.to_device(t.device, x, y)
         with t.amp:
-            logits = t.model(x, every=1)[0]  # (B, T, V)
+            documents = t.model.document_mask(x, y)
+            logits = t.model(x, every=1, documents=documents)[0]  # (B, T, V)
         p = logits.float().softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
         total += torch.stack(((p * (y >= 0)).sum(), (y >= 0).sum()))
     t.model.train()

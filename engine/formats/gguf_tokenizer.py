@@ -100,8 +100,9 @@ def tokenizer_of_pieces(pieces, ids, add_dummy_prefix, remove_extra_whitespaces,
     Return the Tokenizer with these pieces: Bytes if they are its pieces, else a SentencePiece, for
     which the sentencepiece model is built again. ids: those of <unk>, BOS and EOS.
     """
-    if pieces == Bytes().pieces():
-        return Bytes()
+    control = [piece.decode() for piece, *_ in pieces[Bytes().vocab_size:]]
+    if pieces == Bytes(control).pieces():
+        return Bytes(control)
     proto = sentencepiece_model_pb2.ModelProto()
     for i, (piece, score, kind) in enumerate(pieces):
         if not math.isfinite(score):

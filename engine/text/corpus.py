@@ -21,12 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from engine.files import replacing, write_atomic
-from engine.text import readers, stories
+from engine.formats.chat_template import CHATML
+from engine.text import conversations, readers, stories
 from engine.text.blocks import Unfit, blocks, character_start, listed, progress
 from engine.text.downloads import DOWNLOADS, VALIDATION
 from engine.text.sources import STORY_BYTES
-from engine.text.tables import jsonl_text
-from engine.untrusted import NotRegular, open_untrusted
+from engine.text.tables import (checked_text, column_names, jsonl_record, jsonl_text,
+                                refuse_doubled)
+from engine.untrusted import NotRegular, open_untrusted, parse_json
 
 SEGMENT = 1 << 16  # bytes of a long document that are encoded at once
 STRETCH = 1 << 18  # bytes of adjacent text that are kept together if only a part is prepared
@@ -101,6 +103,37 @@ class Corpus:
         write_atomic(folder / "corpus.json", json.dumps(fields))
 
 
+@dataclasses.dataclass
+class Conversations(Corpus):
+    """Conversations, one a row. chat_template: the Jinja source by which they are encoded."""
+    chat_template: str = CHATML
+
+    def turns(self, rows):
+        """Yield (turns, flags) of each row. turns: [(role, text)], which end with an answer."""
+        columns = column_names(self.column)
+        for number, group in itertools.groupby(in_chunks(rows), key=lambda row: row[0]):
+            path = self.files[number]
+            with open_untrusted(path) as f:
+                for _, start, end, flags in group:
+                    f.seek(start)
+                    try:
+                        record = parse_json(f.read(end - start))
+                        key = conversations.format_of(record, columns)
+                        turns = conversations.conversation(record, key)
+                    except (ValueError, LookupError) as e:  # it was valid when it was scanned
+                        raise changed_meanwhile(path) from e
+                    yield conversations.trained_part(turns)[0], flags
+
+    def texts(self, rows):
+        """Yield the texts from which a vocabulary is made, with the roles as ChatML spells them."""
+        for turns, flags in self.turns(rows):
+            text = "".join(f"{role}\n{text}\n" for role, text in turns)
+            yield text, len(text.encode()), flags, 0.0
+
+    def characters(self):
+        return super().characters() + "".join(conversations.ROLES) + "\n"  # ChatML's words
+
+
 class Stories(Corpus):
     """The built-in stories. A row holds the stories numbered start to end - 1."""
     vocab_sample = stories.SAMPLE
@@ -122,6 +155,8 @@ def load_corpus(folder):
     """Return the Corpus that was saved in a folder."""
     fields = json.loads((folder / "corpus.json").read_text())
     kind = Corpus if fields["files"] else Stories
+    if "chat_template" in fields:
+        kind = Conversations
     return kind(np.load(folder / "rows.npy", mmap_mode="r"), **fields)
 
 
@@ -152,13 +187,17 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
     """
     if source.stories:
         return story_corpus(source.stories, val_fraction)
-    documents, cuts, files, skipped = read_files(source, options, copies)
+    intake = conversations.Intake(options.skip_bad)
+    documents, cuts, files, skipped = read_files(source, options, copies, intake)
     if VALIDATION in DOWNLOADS.get(source.text, ()):  # a download with its own validation file
         file = [*DOWNLOADS[source.text]].index(VALIDATION)  # source.files has the same order
         documents[documents[:, 0] == file, 3] |= VAL
     else:
         documents = hold_out(documents, files, source.text, val_fraction, max_val_bytes)
-    corpus = Corpus(segments(documents, cuts), files, options.column, skipped)
+    fields = segments(documents, cuts), files, options.column, skipped
+    corpus = Corpus(*fields)
+    if intake.formats:
+        corpus = Conversations(*fields, chat_template=options.chat_template or CHATML)
     train_bytes = int(corpus.sizes(corpus.rows[corpus.rows[:, 3] & VAL == 0]).sum())
     if 0 < options.max_text_bytes < train_bytes:
         corpus.rows = spread(corpus.rows, options.max_text_bytes)
@@ -176,13 +215,14 @@ def story_corpus(count, val_fraction):
     return Stories(np.array(rows), [])
 
 
-def read_files(source, options, copies):
+def read_files(source, options, copies, intake):
     """
     Return (documents, cuts, files, skipped).
 
     documents: (n, 4) of all files; cuts: for each file the offsets where long documents may be cut;
     files: paths to read, of the files themselves or of copies in UTF-8; skipped: paths of files
-    that cannot be read. Raises Unfit if there are any, unless options.skip_bad.
+    that cannot be read. Raises Unfit if there are any, unless options.skip_bad. intake: a
+    conversations.Intake, which tells afterwards whether the documents are conversations.
     """
     shutil.rmtree(copies, ignore_errors=True)  # of an attempt that was interrupted
     copies.mkdir(parents=True)
@@ -193,12 +233,15 @@ def read_files(source, options, copies):
             def look(here, path=path):
                 # The bar counts bytes scanned, which differ between a file and its copy.
                 bar.total += os.path.getsize(here) - os.path.getsize(path)
-                return scan(here, options.column, bar.update)
+                # In a copy, line n is the n-th record of the user's file.
+                intake.begin(path, "line" if samefile(here, path) else "record")
+                return scan(here, options.column, bar.update, intake)
 
             found = np.empty((0, 3), np.int64), []
             try:
                 copy = copies / str(number)
                 here, found, done = readers.readable(path, copy, options.column, look)
+                intake.accept()
                 files[number] = os.path.abspath(here)
                 conversions[done].append(path)
             except Unfit as e:
@@ -210,10 +253,20 @@ def read_files(source, options, copies):
             cuts.append(found[1])
             found = None  # frees its array, which may hold millions of documents
     report(source, bad, conversions, options.skip_bad)
+    if line := intake.report(source.text):
+        print(line)
+    if len(intake.files) > 1:
+        raise Unfit(f"{source.text}: {intake.files[True]} holds conversations, "
+                    f"{intake.files[False]} texts; expected one kind: prepare them by themselves")
     documents = np.concatenate(documents) if len(documents) > 1 else documents[0]
     if not len(documents):
-        raise Unfit(f"{source.text}: no text, only white space")
+        what = "conversation to train on" if intake.faults else "text, only white space"
+        raise Unfit(f"{source.text}: no {what}")
     return documents, cuts, files, [*bad]
+
+
+def samefile(a, b):
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def report(source, bad, conversions, skip_bad):
@@ -240,35 +293,54 @@ def report(source, bad, conversions, skip_bad):
         print(f"left out of {source.text}: {problems}")
 
 
-def scan(path, column, update=lambda size: None):
+def scan(path, column, update=lambda size: None, intake=None):
     """
     Return (documents, cuts) of a .txt or .jsonl file: (n, 3) int64 of start, end and flags; (m,)
     int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8,
-    on which readers.readable converts the file, and Unfit for a line of .jsonl without a text.
-    update: called with the size of each block.
+    on which readers.readable converts the file, and Unfit for a line of .jsonl without a text or
+    conversation. update: called with the size of each block; intake: a conversations.Intake.
     """
+    if not intake:
+        intake = conversations.Intake()
+        intake.begin(path)
     found, cuts = array.array("q"), array.array("q")
     if path.endswith(".jsonl"):
-        scan_lines(path, column, update, found)
+        scan_lines(path, column, update, found, intake)
     else:
+        intake.is_conversation(None, "")
         scan_text(path, update, found, cuts)
     return np.frombuffer(found, np.int64).reshape(-1, 3), np.frombuffer(cuts, np.int64)
 
 
-def scan_lines(path, column, update, found):
-    """Append the start, end and flags of each line of a .jsonl file to `found`."""
-    number = 0
+def scan_lines(path, column, update, found, intake):
+    """
+    Append the start, end and flags of each line of a .jsonl file to `found`, except conversations
+    that the intake leaves out.
+    """
+    number, columns = 0, column_names(column)
     for offset, block in blocks(path, True, update):  # True: each block has whole lines only
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
         ends = np.union1d(ends, len(block))  # the last line may lack its "\n"
         starts = np.append(0, ends[:-1])
-        for start, end in zip(starts.tolist(), ends.tolist()):
+        keeps = np.ones(len(ends), bool)
+        for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())):
             number += 1
             line = block[start:end].strip()
-            if line:
-                jsonl_text(line, column, number)
+            if not line:
+                continue
+            where = f"{intake.unit} {number}"
+            record = jsonl_record(line, column, where)
+            key = conversations.format_of(record, columns)
+            if not key:
+                checked_text(line, record, column, where)
+            if intake.is_conversation(key, where):
+                refuse_doubled(line, [key], where)
+                keeps[i] = intake.keeps(record, key, where)
+        if intake.kind:  # blank lines hold no conversation
+            keeps &= [bool(block[start:end].strip()) for start, end in zip(starts, ends)]
         flags = np.full_like(ends, FIRST | LAST | STRIP)
-        found.frombytes(np.stack([offset + starts, offset + ends, flags], 1).tobytes())
+        rows = np.stack([offset + starts, offset + ends, flags], 1)
+        found.frombytes(rows[keeps].tobytes())
 
 
 def scan_text(path, update, found, cuts):

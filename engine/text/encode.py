@@ -15,12 +15,16 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.files import replacing
+from engine.formats.chat_template import TARGET, Chat
 from engine.text.blocks import Unfit, progress
-from engine.text.corpus import FIRST, LAST, VAL, load_corpus
-from engine.text.prepared import SPLITS
+from engine.text.corpus import FIRST, LAST, VAL, Conversations, load_corpus
+from engine.text.prepared import SPLITS, mask_name
 from engine.text.vocabulary import stored_vocabulary
 
 PART = 1 << 21  # bytes of text in a part
+# What is counted of a split: its documents, the bytes of their text, the bits of information in it
+# (0 if not known), and of conversations the tokens that are targets and the bytes of the answers.
+COUNTS = "documents", "bytes", "bits", "answer_tokens", "answer_bytes"
 
 
 def part_starts(corpus):
@@ -47,30 +51,53 @@ def part_encoder(folder):
     """Return the function that encodes part N of the preparation in a folder, and stores it."""
     corpus, tokenizer = load_corpus(folder), stored_vocabulary(folder)
     starts, dtype = part_starts(corpus), token_type(tokenizer)
-    has_eos = tokenizer.eos_id != tokenizer.bos_id  # one token for both is written once, as BOS
+    is_chat = isinstance(corpus, Conversations)
+    documents = encoded_conversations if is_chat else encoded_texts
 
     def encode(number):
-        ids = ([], [])  # of train and val
-        counts = np.zeros((2, 3))  # of train and val: documents, bytes, bits of information
-        for text, size, flags, bits in corpus.texts(corpus.rows[starts[number]:starts[number + 1]]):
-            split, is_first = flags & VAL, bool(flags & FIRST)  # VAL is 1, the index in SPLITS
-            before = ""
-            if not is_first and tokenizer.add_dummy_prefix:
-                # The tokenizer puts a space before every text, which would be one too many inside a
-                # document. If the text begins with a space, leave it out: the tokenizer's replaces
-                # it. Otherwise put a line end before the text, and drop the tokens of the
-                # tokenizer's space and of the line end.
-                before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
-            is_last = bool(flags & LAST)
-            tokens = tokenizer.encode(before + text, bos=is_first, eos=is_last and has_eos)
-            dropped = len(tokenizer.encode(before)) if before else 0
-            ids[split].extend(tokens[dropped:])
-            counts[split] += is_first, size, bits
+        ids, marks = ([], []), ([], [])  # of train and val
+        counts = np.zeros((2, len(COUNTS)))
+        rows = corpus.rows[starts[number]:starts[number + 1]]
+        for flags, tokens, token_marks, counted in documents(corpus, tokenizer, rows):
+            split = flags & VAL  # VAL is 1, the index in SPLITS
+            ids[split].extend(tokens)
+            marks[split].extend(token_marks)
+            counts[split] += counted
         arrays = {split: np.array(tokens, dtype) for split, tokens in zip(SPLITS, ids)}
+        if is_chat:
+            arrays |= {mask_name(split): np.array(m, np.uint8) for split, m in zip(SPLITS, marks)}
         with replacing(part_file(folder, number)) as f:
             np.savez(f, **arrays, counts=counts)
 
     return encode
+
+
+def encoded_texts(corpus, tokenizer, rows):
+    """Yield (flags, ids, (), COUNTS) of each row of a Corpus."""
+    has_eos = tokenizer.eos_id != tokenizer.bos_id  # one token for both is written once, as BOS
+    for text, size, flags, bits in corpus.texts(rows):
+        is_first, before = bool(flags & FIRST), ""
+        if not is_first and tokenizer.add_dummy_prefix:
+            # The tokenizer puts a space before every text, which would be one too many inside a
+            # document. If the text begins with a space, leave it out: the tokenizer's replaces
+            # it. Otherwise put a line end before the text, and drop the tokens of the
+            # tokenizer's space and of the line end.
+            before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
+        is_last = bool(flags & LAST)
+        tokens = tokenizer.encode(before + text, bos=is_first, eos=is_last and has_eos)
+        dropped = len(tokenizer.encode(before)) if before else 0
+        yield flags, tokens[dropped:], (), (is_first, size, bits, 0, 0)
+
+
+def encoded_conversations(corpus, tokenizer, rows):
+    """Yield (flags, ids, marks, COUNTS) of each row of Conversations. marks: see chat_template."""
+    chat = Chat(corpus.chat_template, tokenizer)
+    for turns, flags in corpus.turns(rows):
+        ids, marks = chat.encode(turns)
+        sizes = [len(text.encode()) for _, text in turns]
+        answers = sum(size for size, (role, _) in zip(sizes, turns) if role == "assistant")
+        targets = sum(mark & TARGET > 0 for mark in marks)
+        yield flags, ids, marks, (1, sum(sizes), 0, targets, answers)
 
 
 def encode_parts(corpus, folder, workers):
@@ -148,16 +175,19 @@ def serve(folder):
 
 def join_parts(corpus, folder):
     """
-    Join the parts to train.bin and val.bin. Return the counts of both splits, (2, 3) float64:
-    documents, bytes of text and bits of information (0 if not known).
+    Join the parts to train.bin and val.bin, and of conversations to their masks. Return the COUNTS
+    of both splits, (2, 5) float64.
     """
-    counts, numbers = np.zeros((2, 3)), range(len(part_starts(corpus)) - 1)
+    counts, numbers = np.zeros((2, len(COUNTS))), range(len(part_starts(corpus)) - 1)
+    names = [*SPLITS]
+    if isinstance(corpus, Conversations):
+        names += map(mask_name, SPLITS)
     with progress("joining", len(numbers), " parts") as bar, contextlib.ExitStack() as files:
-        out = {split: files.enter_context(replacing(folder / f"{split}.bin")) for split in SPLITS}
+        out = {name: files.enter_context(replacing(folder / f"{name}.bin")) for name in names}
         for number in numbers:
             with np.load(part_file(folder, number)) as part:
-                for split in SPLITS:
-                    out[split].write(part[split].tobytes())
+                for name in names:
+                    out[name].write(part[name].tobytes())
                 counts += part["counts"]
             bar.update()
     return counts

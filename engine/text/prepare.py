@@ -23,15 +23,16 @@ from pathlib import Path
 from configurator import fail  # first: it reports missing packages
 
 from engine.files import publish, refuse_impossible_paths, write_atomic
+from engine.formats.chat_template import CHATML, Chat
 from engine.text import stories
 from engine.text.blocks import Unfit
-from engine.text.corpus import changed_meanwhile, load_corpus, make_corpus
+from engine.text.corpus import Conversations, changed_meanwhile, load_corpus, make_corpus
 from engine.text.downloads import DOWNLOADS, download
 from engine.text.encode import encode_parts, join_parts, token_type
 from engine.text.prepared import SPLITS, VERSION, fingerprint, is_prepared, load, read_meta
 from engine.text.sources import Source, file_stamps, find_source, source_size, text_files
-from engine.text.vocabulary import (check_vocabulary, file_name, is_made, make_vocabulary,
-                                    usual_pieces, vocabulary_file)
+from engine.text.vocabulary import (chat_template_of, check_vocabulary, file_name, is_made,
+                                    make_vocabulary, usual_pieces, vocabulary_file)
 from tokenizer import Tokenizer
 
 MAX_VAL_BYTES = 5e6  # max bytes held out for validation, unless val_fraction is given
@@ -41,7 +42,8 @@ MAX_VAL_BYTES = 5e6  # max bytes held out for validation, unless val_fraction is
 class Options:
     """
     How a source is prepared: settings of data.py, which has a comment for each. urls: {name of a
-    download: URL of the folder of its files}.
+    download: URL of the folder of its files}; chat_template: the Jinja source by which
+    conversations are encoded, "": that of the vocabulary if it has one, else ChatML.
     """
     vocab_source: str = "custom"
     vocab_size: int = 0
@@ -53,6 +55,7 @@ class Options:
     urls: dict = None
     max_vocab_size: int = 0
     max_text_bytes: int = 0
+    chat_template: str = ""
 
 
 # Options that the content of a prepared folder depends on, and their defaults. as_prepared accepts
@@ -163,7 +166,10 @@ def is_vocabulary(source, is_given, meta, cache):
         return source == meta["vocab_source"]
     if not is_given and not Path(source).exists():
         return False
-    return Tokenizer.load(vocabulary_file(source, cache)).sha256() == meta["tokenizer_sha256"]
+    vocabulary = Tokenizer.load(vocabulary_file(source, cache))
+    if "chat_template" in meta:
+        vocabulary = Chat(meta["chat_template"], vocabulary).tokenizer
+    return vocabulary.sha256() == meta["tokenizer_sha256"]
 
 
 def make_job(text, options):
@@ -175,6 +181,10 @@ def make_job(text, options):
         if getattr(options, name) < 0:
             fail(f"--{name}={getattr(options, name)}: expected 0 or more")
     check_vocabulary(options)
+    if not options.chat_template:
+        options.chat_template = chat_template_of(options.vocab_source)
+    if options.chat_template == CHATML:  # the default
+        options.chat_template = ""
     cache = Path(options.cache).resolve()
     source = find_source(text, cache, options.column)
     if source.stories and options.max_text_bytes:
@@ -197,6 +207,8 @@ def make_job(text, options):
         key += ["text_most", options.max_text_bytes]
     if options.column != "text":
         key.append(options.column)
+    if options.chat_template:
+        key += ["chat_template", options.chat_template]
     may_be_limited = not source.is_exact or source.size > 10 * MAX_VAL_BYTES
     if not options.val_fraction and may_be_limited:
         key.append("most")  # a tenth of the text may exceed MAX_VAL_BYTES, the limit
@@ -257,17 +269,21 @@ def assemble(job, corpus, folder, tokenizer):
     meta = {"version": VERSION, "vocab_size": tokenizer.vocab_size,
             "vocab_source": job.options.vocab_source, "tokenizer": file_name(tokenizer),
             "tokenizer_sha256": tokenizer.sha256(), "dtype": dtype.name, "source": job.source.text}
-    for split, (documents, size, _) in zip(SPLITS, counts):
+    for split, (documents, size, *_) in zip(SPLITS, counts):
         tokens = (folder / f"{split}.bin").stat().st_size // dtype.itemsize
         meta |= {f"{split}_tokens": tokens, f"{split}_documents": int(documents),
                  f"{split}_bytes": int(size)}
+    if isinstance(corpus, Conversations):
+        meta["chat_template"] = corpus.chat_template
+        for split, (*_, tokens, size) in zip(SPLITS, counts):
+            meta |= {f"{split}_answer_tokens": int(tokens), f"{split}_answer_bytes": int(size)}
     meta["fingerprint"] = fingerprint(folder)
     if corpus.skipped:
         meta["skipped"] = corpus.skipped
     if corpus.whole_bytes:
         meta["whole_bytes"] = corpus.whole_bytes
     if job.source.stories:
-        _, size, bits = counts[1]  # of validation; bits: the information in its stories
+        _, size, bits, *_ = counts[1]  # of validation; bits: the information in its stories
         meta["floor_bpb"] = bits / size
         meta["entropy_bits_per_story"] = stories.entropy()
     return meta

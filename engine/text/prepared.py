@@ -8,6 +8,7 @@ from configurator import fail  # first: it reports missing packages
 import numpy as np
 
 from engine.files import sha256
+from engine.formats.chat_template import Chat
 from engine.untrusted import is_plain_name, open_untrusted, read_json, reading
 from tokenizer import Tokenizer
 
@@ -19,17 +20,31 @@ SPLITS = "train", "val"
 META = {"vocab_size": int, "vocab_source": str, "tokenizer": str, "tokenizer_sha256": str,
         "dtype": str, "source": str, "fingerprint": str}
 META |= {f"{split}_{unit}": int for split in SPLITS for unit in ("tokens", "documents", "bytes")}
+# The same of conversations.
+CHAT_META = {"chat_template": str}
+CHAT_META |= {f"{split}_answer_{unit}": int for split in SPLITS for unit in ("tokens", "bytes")}
 CHECKED_AT_ONCE = 1 << 28  # .bin files of fewer bytes in total are read and checked on loading
 
 
 @dataclasses.dataclass
 class Prepared:
-    """A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids."""
+    """
+    A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids; masks: {split:
+    memory map of the marks of its tokens, uint8 (chat_template.py)} of conversations, else {};
+    chat: the Chat that encoded conversations, else None.
+    """
     folder: Path
     meta: dict
     train: np.memmap
     val: np.memmap
     tokenizer: Tokenizer
+    masks: dict = dataclasses.field(default_factory=dict)
+    chat: Chat = None
+
+
+def mask_name(split):
+    """Return the name, without .bin, of the file of marks of a split."""
+    return f"{split}_mask"
 
 
 def is_prepared(folder):
@@ -53,18 +68,18 @@ def load(folder):
     folder = Path(folder)
     with reading(folder, "prepared data, a folder that data.py made", fail):
         meta = read_meta(folder)
-        dtype, splits = TOKENS[meta["dtype"]], []
-        for split in SPLITS:
-            with open_untrusted(folder / f"{split}.bin") as file:
-                size = os.fstat(file.fileno()).st_size
-                expected = dtype.itemsize * meta[f"{split}_tokens"]
-                if size != expected:
-                    fail(f"{folder}/{split}.bin: {size} bytes, expected {expected}; "
-                         f"delete {folder} to prepare it anew")
-                splits.append(np.memmap(file, dtype, "r"))
+        dtype = TOKENS[meta["dtype"]]
+        splits = [map_file(folder, split, dtype, meta[f"{split}_tokens"]) for split in SPLITS]
+        masks = {}
+        if "chat_template" in meta:
+            masks = {split: map_file(folder, mask_name(split), np.dtype("u1"),
+                                     meta[f"{split}_tokens"]) for split in SPLITS}
         tokenizer = Tokenizer.load(folder / meta["tokenizer"])
         is_same = (tokenizer.sha256() == meta["tokenizer_sha256"]
                    and tokenizer.vocab_size == meta["vocab_size"])
+        chat = Chat(meta["chat_template"], tokenizer) if masks else None
+        if chat and chat.tokenizer.vocab_size != tokenizer.vocab_size:
+            raise ValueError("its vocabulary lacks markers of its chat template")
         is_small = sum(tokens.nbytes for tokens in splits) < CHECKED_AT_ONCE
         if not is_same or (is_small and fingerprint(folder) != meta["fingerprint"]):
             fail(f"{folder}: is not what its meta.json records (hashes differ); "
@@ -72,7 +87,17 @@ def load(folder):
         if is_small:
             for tokens in splits:
                 check_ids(folder, tokens, meta["vocab_size"])
-    return Prepared(folder, meta, *splits, tokenizer)
+    return Prepared(folder, meta, *splits, tokenizer, masks, chat)
+
+
+def map_file(folder, name, dtype, count):
+    """Return the memory map of `count` numbers in NAME.bin. Fails if the file has another size."""
+    with open_untrusted(folder / f"{name}.bin") as file:
+        size, expected = os.fstat(file.fileno()).st_size, dtype.itemsize * count
+        if size != expected:
+            fail(f"{folder}/{name}.bin: {size} bytes, expected {expected}; "
+                 f"delete {folder} to prepare it anew")
+        return np.memmap(file, dtype, "r")
 
 
 def read_meta(folder):
@@ -83,7 +108,8 @@ def read_meta(folder):
     meta = read_json(Path(folder, "meta.json"))
     if meta["version"] != VERSION:
         raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
-    wrong = [name for name, kind in META.items()
+    kinds = META | CHAT_META if "chat_template" in meta else META
+    wrong = [name for name, kind in kinds.items()
              if type(meta[name]) is not kind or (kind is int and not 0 < meta[name] < 1 << 62)]
     if not wrong and meta["dtype"] not in TOKENS:
         wrong = ["dtype"]
@@ -105,5 +131,6 @@ def check_ids(folder, tokens, vocab_size):
 
 
 def fingerprint(folder):
-    """Return the hex sha256 of train.bin followed by val.bin."""
-    return sha256(folder / "train.bin", folder / "val.bin")
+    """Return the hex sha256 of train.bin followed by val.bin, and by the masks if there are any."""
+    masks = [folder / f"{mask_name(split)}.bin" for split in SPLITS]
+    return sha256(folder / "train.bin", folder / "val.bin", *filter(Path.exists, masks))

@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 
 from engine.files import replacing
-from engine.text import blocks
+from engine.text import blocks, conversations
 from engine.text.blocks import NotUTF8, Unfit, progress
 from engine.text.encodings import damaged, decoded, encoding
 from engine.text.tables import (check_growth, column_names, find_column, from_csv, from_list,
@@ -156,7 +156,7 @@ def has_documents(path, column):
     names = "|".join(map(re.escape, column_names(column)))
     # The first line starts with { and ends with }, or continues beyond the first HEAD bytes.
     starts_with_object = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)
-    has_column = re.search(f'"({names})"\\s*:\\s*"', text)
+    has_column = re.search(f'"({names})"\\s*:\\s*"', text) or conversations.LOOKS.search(text)
     return bool(has_column and (starts_with_object or is_list(text)))
 
 

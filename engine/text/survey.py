@@ -43,6 +43,13 @@ def spelled(ids, pieces):
     return "|".join(found + waiting)
 
 
+def with_markers(ids, pieces):
+    """Return the text of tokens, in which control tokens are spelled. pieces: as for spelled."""
+    data = b"".join(bytes([int(piece[3:5], 16)]) if kind == BYTE else piece
+                    for piece, _, kind in (pieces[i] for i in ids))
+    return data.decode(errors="replace").replace(SPACE, " ")
+
+
 def documents(tokens, bos_id):
     """
     Return (starts, ends) of the documents as positions in `tokens`. An end is exclusive.
@@ -65,20 +72,24 @@ def copies(tokens, starts, ends):
     return [(n, *first[key]) for key, n in counts.most_common() if n > 1]
 
 
-def survey(splits, tokenizer, meta):
+def survey(splits, tokenizer, meta, starts=None):
     """
     Return {title: rows} of tables whose first row names the columns. For `picture`, the dict also
     has "lengths", the tokens of each document of train, and "counts", the uses of each piece in it.
 
-    splits: {"train": tokens, "val": tokens}, all or a part of each; meta: of the prepared folder.
+    splits: {"train": tokens, "val": tokens}, all or a part of each; meta: of the prepared folder;
+    starts: {split: positions where documents start}, None: at BOS.
     """
     pieces, found, columns = tokenizer.pieces(), {}, {}
     kinds = np.array([kind for *_, kind in pieces])
     for split, tokens in splits.items():
         tokens = np.asarray(tokens)
-        starts, ends = documents(tokens, tokenizer.bos_id)
-        counts, lengths = np.bincount(tokens, minlength=len(pieces)), ends - starts
-        repeated = copies(tokens, starts, ends)
+        if starts:
+            begins, ends = starts[split], np.append(starts[split][1:], len(tokens))
+        else:
+            begins, ends = documents(tokens, tokenizer.bos_id)
+        counts, lengths = np.bincount(tokens, minlength=len(pieces)), ends - begins
+        repeated = copies(tokens, begins, ends)
         fallback = f"{counts[kinds == BYTE].sum() / len(tokens):.2%}"
         if tokenizer.kind != "sentencepiece":  # a byte vocabulary has nothing but bytes
             fallback = "every token is a byte" if tokenizer.kind == "byte" else "0.00%"
@@ -92,7 +103,7 @@ def survey(splits, tokenizer, meta):
             "pieces that are used": f"{np.count_nonzero(counts):,} of {len(pieces):,}",
             "byte fallback": fallback,
             "unknown": f"{counts[kinds == UNKNOWN].sum() / len(tokens):.2%}",
-            "documents that are copies": f"{sum(n - 1 for n, *_ in repeated) / len(starts):.2%}"}
+            "documents that are copies": f"{sum(n - 1 for n, *_ in repeated) / len(begins):.2%}"}
         if split == "train":
             rows = [[n, b - a, tokenizer.decode(tokens[a:min(b, a + 40)].tolist())]
                     for n, a, b in repeated[:MAX_ROWS]]

@@ -4,6 +4,7 @@ Tables and JSON: the column that holds the text becomes a .jsonl file with one o
     .csv .tsv   a document a row; the first line names the columns
     .parquet    a document a row
     .json       a list of objects, a document each
+    (a row or object may hold a conversation instead: conversations.py)
     .jsonl      an object a line; read where it is, by `jsonl_text`
 
 Each from_* function returns (what was done, in words; path of the copy) and raises Unfit.
@@ -16,6 +17,7 @@ import re
 from pathlib import Path
 
 from engine.files import replacing
+from engine.text import conversations
 from engine.text.blocks import MAX_LINE, NotUTF8, Unfit, blocks, listed, progress
 from engine.untrusted import MAX_VALUES, SMALL_JSON, count_values, parse_json
 
@@ -24,7 +26,8 @@ GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH is not applied
 ROWS = 256             # max rows of a Parquet table to read at once
 ROWS_SIZE = 1 << 27    # max bytes that these rows may need
 DELIMITERS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
-TURNS = {"messages", "conversations", "conversation", "dialogue", "instruction"}  # keys of chats
+# Keys of records that may be meant as conversations.
+TURNS = {"messages", "conversations", "conversation", "dialogue", "turns", "instruction"}
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -81,13 +84,18 @@ def find_column(start, column):
 # ---- writing the copy ----------------------------------------------------------------------------
 
 def write_lines(texts, column, copy, path):
-    """Write the texts of the table `path` to the .jsonl file `copy`, and return its Path."""
+    """
+    Write the texts of the table `path`, or its records of conversations, to the .jsonl file `copy`,
+    and return its Path.
+    """
     key = column_names(column)[0]
     with replacing(copy) as out:
         for number, text in enumerate(texts):
-            if text:
+            if isinstance(text, dict):
+                out.write(json.dumps(text).encode() + b"\n")
+            elif text:
                 out.write(json.dumps({key: text}, ensure_ascii=False).encode() + b"\n")
-            if number % 1024 == 0 or len(text or "") > 1 << 16:
+            if number % 1024 == 0 or len(text or "") > 1 << 16 or isinstance(text, dict):
                 check_growth(out.tell() + number, path)  # an empty row counts as a byte
     return Path(copy)
 
@@ -277,9 +285,11 @@ def from_list(path, column, copy):
                 except (ValueError, RecursionError):  # cut off by the block, or the end of the list
                     break
                 count += 1
-                refuse_doubled(rest[at:end], column, f"object {count}")
-                at = end
-                yield record_text(record, column, f"object {count}").decode()
+                source, at = rest[at:end], end
+                if conversations.format_of(record, column_names(column)):
+                    yield conversations.stored(record)
+                else:
+                    yield checked_text(source, record, column, f"object {count}").decode()
             rest = rest[at:]
             too_many = len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES
             if len(rest) > MAX_LINE or too_many:
@@ -292,23 +302,34 @@ def from_list(path, column, copy):
         return "the column read", write_lines(texts(bar), column, copy, path)
 
 
+def jsonl_record(line, column, where):
+    """Return the JSON value in a line, bytes, of a .jsonl file. where: the line, for messages."""
+    try:
+        return parse_json(line)
+    except ValueError as e:
+        raise no_text(f"{where} holds no JSON ({e})", column) from e
+
+
 def jsonl_text(line, column, number):
     """Return the text, UTF-8 bytes, in a line of a .jsonl file."""
-    try:
-        record = parse_json(line)
-    except ValueError as e:
-        raise no_text(f"line {number} holds no JSON ({e})", column) from e
-    refuse_doubled(line, column, f"line {number}")
-    return record_text(record, column, f"line {number}")
+    where = f"line {number}"
+    return checked_text(line, jsonl_record(line, column, where), column, where)
 
 
-def refuse_doubled(source, column, where):
+def checked_text(source, record, column, where):
+    """Return the text, UTF-8 bytes, in a JSON value and its source, bytes or str. Raises Unfit."""
+    refuse_doubled(source, column_names(column), where)
+    return record_text(record, column, where)
+
+
+def refuse_doubled(source, names, where):
     """
-    Raise Unfit if a JSON object has the column's key twice: json would keep the last value only.
+    Raise Unfit if a JSON object has one of the keys `names` twice: json would keep the last value
+    only.
 
     source: the object, bytes or str.
     """
-    for name in column_names(column):
+    for name in names:
         key = json.dumps(name, ensure_ascii=False)
         if source.count(key if isinstance(source, str) else key.encode()) < 2:
             continue
@@ -344,8 +365,8 @@ def no_text(found, column, is_chat=False):
     names = " or ".join(f'"{name}"' for name in column_names(column))
     advice = f"expected an object with a string under {names}"
     if is_chat:
-        advice += ("; write each conversation as one string, its turns with the marks of the chat "
-                   "template that the model will be used with, such as ChatML's <|im_start|>user")
+        advice += ("; or a conversation: messages with role and content, conversations with from "
+                   "and value, prompt and response, or instruction and output")
     return Unfit(found, advice)
 
 
@@ -358,7 +379,9 @@ def from_parquet(path, column, copy):
     except ImportError:
         raise Unfit("a Parquet table, which needs a package", "pip install pyarrow") from None
     table = parquet.ParquetFile(path)
-    name = parquet_column(table.schema_arrow, column)
+    key = conversation_columns(table.schema_arrow, column)
+    names = key or [parquet_column(table.schema_arrow, column)]
+    read = conversations.stored if key else parquet_text
 
     def texts():
         with progress("reading rows", table.metadata.num_rows, " rows") as bar:
@@ -368,12 +391,20 @@ def from_parquet(path, column, copy):
                 # process if they are damaged.)
                 size = table.metadata.row_group(group).total_byte_size
                 rows = min(ROWS, max(1, ROWS_SIZE // max(1, size)))
-                for batch in table.iter_batches(rows, [group], [name]):
-                    yield from map(parquet_text, batch.to_pylist())
+                for batch in table.iter_batches(rows, [group], names):
+                    yield from map(read, batch.to_pylist())
                     bar.update(len(batch))
 
     new = write_lines(texts(), column, copy, path)
-    return f"the column {name!r} read", new
+    return f"the column{'s' * (len(names) > 1)} {', '.join(map(repr, names))} read", new
+
+
+def conversation_columns(schema, column):
+    """Return the names of the columns that hold conversations, [] if there are none."""
+    if pick_column(schema.names, column) is not None:
+        return []
+    is_one = conversations.format_of(dict.fromkeys(schema.names), column_names(column))
+    return [name for name in schema.names if name in conversations.KEYS] if is_one else []
 
 
 def parquet_column(schema, column):

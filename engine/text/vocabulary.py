@@ -5,6 +5,9 @@ from pathlib import Path
 from configurator import fail  # first: it reports missing packages
 
 from engine.files import replacing
+from engine.formats.chat_template import Chat
+from engine.text.blocks import Unfit
+from engine.text.corpus import Conversations
 from engine.text.prepared import is_prepared, load
 from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level,
                        train_tokenizer)
@@ -60,6 +63,17 @@ def vocabulary_file(vocab_source, cache):
     return path
 
 
+def chat_template_of(vocab_source):
+    """Return the chat template beside a vocabulary: of prepared data or a model's folder, or ""."""
+    path = Path(vocab_source)
+    if is_made(vocab_source) or not path.is_dir():
+        return ""
+    if is_prepared(path):
+        return load(path).meta.get("chat_template", "")
+    from engine.formats import hf_tokenizer, layout  # here: they import torch, which takes a second
+    return hf_tokenizer.chat_template(path).get(layout.TEMPLATE, "")
+
+
 def keep_vocabulary(vocabulary, cache):
     """Write a vocabulary to the cache, under its hash, and return its path."""
     suffix = Path(file_name(vocabulary)).suffix
@@ -92,13 +106,25 @@ def make_vocabulary(job, corpus, folder):
     if stored := stored_vocabulary(folder):
         return stored
     made = new_vocabulary(job, corpus, folder / "vocabulary.tmp")
+    sizes = {0, made.vocab_size}
+    if isinstance(corpus, Conversations):
+        made = chat_of(job.source.text, corpus, made).tokenizer
+        sizes.add(made.vocab_size)
     size = job.options.vocab_size
-    if size not in (0, made.vocab_size):
+    if size not in sizes:
         fail(f"--vocab_size={size}: the vocabulary of --vocab_source={job.options.vocab_source} "
              f"has {made.vocab_size}; leave --vocab_size out")
     with replacing(folder / file_name(made)) as f:
         f.write(made.data)
     return made
+
+
+def chat_of(name, corpus, vocabulary):
+    """Return the Chat of Conversations with a vocabulary. name: of the source, for messages."""
+    try:
+        return Chat(corpus.chat_template, vocabulary)
+    except ValueError as e:
+        raise Unfit(f"{name}: can't be encoded for the model: {e}") from e
 
 
 def new_vocabulary(job, corpus, temporary):
@@ -118,6 +144,8 @@ def new_vocabulary(job, corpus, temporary):
     is_exact = job.options.vocab_size > 0
     is_max = job.options.max_vocab_size > 0 and not is_exact
     sample, goal = corpus.sample(), job.vocab_goal
+    if isinstance(corpus, Conversations):  # room for its markers
+        goal -= len(chat_of(job.source.text, corpus, Bytes()).tokenizer.control)
     if kind == "bpe":
         return train_byte_level(sample, goal, temporary, pre_tokenizer or "qwen2", is_exact)
     return train_tokenizer(sample, goal, temporary, is_exact, is_max)

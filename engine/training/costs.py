@@ -493,6 +493,8 @@ def describe(config, args, dataset, setup, estimate):
                "estimate": estimate | {"memory": sum(estimate["memory"].values())}}
     say(f"data:  {config.data}: {meta['train_tokens']:,} tokens to train on, "
         f"{meta['val_tokens']:,} to validate, vocabulary {args.vocab_size}")
+    if dataset.masks:
+        say(f"chat:  {dataset.describe()}")
     say(f"model: {derived['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, "
         f"{args.n_heads} heads ({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context "
         f"{args.max_seq_len}")

@@ -1,14 +1,17 @@
 """
 Open a model from a run, a checkpoint, a GGUF or llama2.c file, or a Hugging Face or Meta folder.
 """
+from collections import ChainMap
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from configurator import fail
 from engine.advice import renamed
 from engine.files import sha256
 from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
-from engine.formats.layout import CHAT, ITER, TEMPLATE, check_tensors, tensors
+from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
 from engine.text.vocabulary import keep_vocabulary
 from engine.training import checkpoint, distributed, resume, run_folder
@@ -106,11 +109,12 @@ def load_model(path, tokenizer, device):
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def start_from(model, path, check=True):
+def start_from(model, path, check=True, grows=False):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
-    run's checkpoints store them. check: passed to checkpoint.load.
+    run's checkpoints store them. check: passed to checkpoint.load; grows: whether the model may
+    have more tokens than those weights, see with_new_rows.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -118,8 +122,52 @@ def start_from(model, path, check=True):
     else:
         state, _, _, extra = read_model(path)
     with reading(path, "a model", fail):
+        if grows:
+            state = with_new_rows(state, model.args.vocab_size)
         distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
+
+
+def with_new_rows(state, vocab_size):
+    """
+    Return weights {name: tensor} with at least vocab_size rows in embedding and classifier. The
+    vocabulary of conversations has markers that that of a base model may lack. Each of their rows
+    is the mean of the others: a marker then begins as likely as an average token, and hardly
+    changes the probabilities of the others (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
+    """
+    longer = {}
+    for name in {"tok_embeddings.weight", "output.weight"} & state.keys():
+        weight = state[name]
+        missing = vocab_size - len(weight)
+        if missing > 0:
+            mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
+            longer[name] = torch.cat((weight, mean.expand(missing, -1)))
+    return ChainMap(longer, state) if longer else state
+
+
+def chat_template(path):
+    """
+    Return the Jinja source of a model's chat template, "" if it has none. path: as for start_from.
+    """
+    if checkpoint.complete(path):
+        with reading(path, "a model", fail):
+            extra = checkpoint.load(path, check=False, mmap=True).get("chat", {})
+    else:
+        extra = read_model(path)[3]
+    source = extra.get(TEMPLATE, "")
+    return source.decode(errors="replace") if isinstance(source, bytes) else source
+
+
+def chat_metadata(prepared):
+    """
+    Return {GGUF's key: value} of the chat template of prepared conversations, and of the token that
+    ends an answer if it is not EOS; {} for texts.
+    """
+    chat = prepared.chat
+    if not chat:
+        return {}
+    end = {END_OF_TURN: chat.stop} if chat.template.stop else {}
+    return {TEMPLATE: chat.source} | end
 
 
 def stored_args(folder):
@@ -160,6 +208,8 @@ def adopt(config, given):
             fail(f"--{name}={value}: fine-tuning keeps sizes and vocabulary of {config.init_from}, "
                  f"where {name} is {before.get(name, adopted.get(name))}; leave --{name} out, or "
                  "train from scratch, without --init_from")
+    # The vocabulary's file has its size, to which conversations add their markers.
+    adopted.pop("vocab_size", None)
     suggested = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
                  "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}  # two digits
     # Without this limit an evaluation would prepare all of a large text.

@@ -13,7 +13,10 @@ import math
 import time
 from pathlib import Path
 
+import numpy as np
+
 from configurator import STARTED, configure, fail, source_knobs
+from engine.formats.chat_template import FIRST
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
 from engine.training import distributed, hardware, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
@@ -25,6 +28,7 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 
           1280, 1536, 2048)
 DEFAULT_MINUTES = {"cpu": 5.0, "gpu": 20.0}
 MAX_SEQUENCES = 32    # max sequences per forward pass
+MAX_CONTEXT = 1024    # max tokens of context
 RESERVE = 0.03        # fraction of the time budget that is kept for what follows the last step
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
@@ -150,7 +154,7 @@ def shape_of_width(config, given, dim, size):
     layers = config.n_layers if "n_layers" in given else max(2, dim // 64)
     is_ample = has_ample_text(dim, layers, size)
 
-    context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
+    context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), MAX_CONTEXT)
     # A val_fraction of 0 stands for a tenth.
     smaller_split = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)  # bytes
     while context > 4 and smaller_split < 4 * context:  # a split needs a context, 4 bytes per token
@@ -188,6 +192,24 @@ def shape_of_width(config, given, dim, size):
                                              f"and as large as a text of this size can teach")
         elif "vocab_source" not in given:
             plan["vocab_source"] = "byte", "the text is too short to teach a larger vocabulary"
+    return {name: entry for name, entry in plan.items() if name not in given}
+
+
+def plan_context(config, given, prepared):
+    """
+    Return the plan of a longer context, and of a smaller batch in turn, if conversations need one;
+    {} if not, and for texts, which may be cut anywhere. prepared: the Prepared tokens.
+    """
+    if not prepared.masks or "max_seq_len" in given:
+        return {}
+    starts = np.flatnonzero(prepared.masks["train"] & FIRST)
+    length = np.quantile(np.diff(starts, append=len(prepared.train)), 0.95)
+    context = min(MAX_CONTEXT, 64 * 2 ** math.ceil(math.log2(max(1, length / 64))))
+    if context <= config.max_seq_len:
+        return {}
+    plan = {"max_seq_len": (context, "tokens of context, in which 95 of 100 conversations fit"),
+            "batch_size": (max(1, config.batch_size * config.max_seq_len // context),
+                           "sequences per forward pass; fewer, as they are longer")}
     return {name: entry for name, entry in plan.items() if name not in given}
 
 

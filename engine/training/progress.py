@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 from configurator import fail
+from engine.formats.layout import TEMPLATE
 from engine.training import checkpoint, distributed
 from engine.untrusted import reading
 
@@ -199,5 +200,7 @@ def final_message(config, state, gguf, exported, wanted):
             text += f"; {gguf} is that of iter {exported}"
     if exported is None:
         return text
+    if TEMPLATE in state.get("chat", ()):
+        return f"{text}; talk with it: ./run {shlex.quote(str(gguf))} -m chat"
     prompt = config.sample_prompt.split("|")[0]
     return f"{text}; write with it: ./run {shlex.quote(str(gguf))} -i {shlex.quote(prompt)}"

@@ -27,7 +27,7 @@ def resolve(config, device, prepare, build):
 
     # A run continues from its own checkpoint, starts from another model, or from new weights.
     start, resuming = on_master(resume.find_start, config)
-    changes, clock, imported = [], progress.NO_LIMIT, None
+    changes, clock, imported, template = [], progress.NO_LIMIT, None, ""
     if resuming:
         taken, given, changes = resume.resume_settings(config, start, given)
         config = config.changed(**taken)
@@ -36,6 +36,9 @@ def resolve(config, device, prepare, build):
     elif resume.is_fine_tuning(config):
         adopted, imported = on_master(load.adopt, config, given)
         config, given = config.changed(**adopted), given | adopted.keys()
+    if start:
+        template = on_master(load.chat_template, start)
+    prepare = partial(prepare, chat_template=template)
     if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
     setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
@@ -69,6 +72,8 @@ def plan_from_time(config, given, prepare, setup):
     shape = on_master(plan.plan_shape, config, given, size, setup)
     config = config.changed(**plan.values(shape))
     prepared = load_data(config, prepare, setup.device)
+    context = plan.plan_context(config, given, prepared)
+    shape, config = shape | context, config.changed(**plan.values(context))
     seconds, length = on_master(plan.plan_length, config, given, prepared.meta, setup)
     config = config.changed(**plan.values(length))
     plan.show_plan(shape | length)

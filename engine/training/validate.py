@@ -65,7 +65,7 @@ def checked_args(config, args, dataset):
         fail(args.problem())
     for split in ("train", "val"):
         tokens = len(getattr(dataset, split))
-        if tokens < config.max_seq_len:
+        if tokens < config.max_seq_len and not dataset.masks:
             fail(f"the {split} split of {config.data} has {tokens} tokens, less than one context "
                  f"of max_seq_len={config.max_seq_len}; use more text, a shorter context, or "
                  f"another val_fraction")
