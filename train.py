@@ -193,7 +193,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
                                                         grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        share = (yb >= 0).sum().item() / max(1, targets)
+        share = (yb >= 0).sum().item() / targets if targets else 0.0
         # None: the network masks other documents by model.bos_id, if that is set.
         documents = None
         if packed:
