@@ -34,10 +34,10 @@ enum {
     LOW_U,
     LOW_1,
     LOW_2,
-    TAIL_1, // one byte of a UTF-8 character is missing, 80 to BF; below, two and three are
+    TAIL_1, // TAIL_n: n bytes of a UTF-8 character are missing, each 80 to BF
     TAIL_2,
     TAIL_3,
-    TAIL_E0, // the same, but the next byte is limited: no overlong forms, no surrogates,
+    TAIL_E0, // after this byte, fewer bytes may follow: no overlong forms, no surrogates,
     TAIL_ED, // nothing above U+10FFFF
     TAIL_F0,
     TAIL_F4,

@@ -302,7 +302,8 @@ LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll,
 // How a token is sampled. Zeros leave a step out. The steps are, in this order: logit biases,
 // penalties, mask, temperature, softmax, top-k, min-p, top-p, and the draw.
 typedef struct {
-    float temperature; // 0: greedy, the most likely token after biases, penalties and mask
+    // 0: greedy, the most likely token after biases, penalties and mask; infinity: all are as likely
+    float temperature;
     // top-p: sample from the most likely of the tokens that top-k and min-p have left, so many that
     // their share of the probability exceeds this; 0 or 1: all
     float topp;

@@ -52,33 +52,30 @@ bool llamac_map_file(const char *path, File *mapped, Error *e) {
     return true;
 }
 
-// Reads n bytes. Returns how many there were before the end of the file, or -1 after an error.
-static ssize_t read_all(int file, uint8_t *bytes, size_t n) {
-    size_t at = 0;
-    for (ssize_t got; at < n; at += got) {
-        got = read(file, bytes + at, n - at);
-        if (got <= 0) return got < 0 ? -1 : (ssize_t)at;
-    }
-    return at;
+// Reads the bytes from `begin` on, up to `end` or the end of the file, to the same place in `bytes`.
+// Returns where they end, or -1 after an error.
+static ssize_t read_range(int file, uint8_t *bytes, size_t begin, size_t end) {
+    ssize_t got = 1;
+    for (; begin < end && got > 0; begin += got > 0 ? got : 0)
+        got = pread(file, bytes + begin, end - begin, begin);
+    return got < 0 ? -1 : (ssize_t)begin;
 }
 
 uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *e) {
     int file;
     if (!open_file(path, &file, size, e)) return NULL;
-    uint8_t *bytes = resize(NULL, *size, 1);
-    ssize_t got = -1;
-    if (!bytes) fail(e, no_memory);
-    else {
-        got = read_all(file, bytes, *size < n ? *size : n);
-        if (got == (ssize_t)n && !memcmp(bytes, magic, n)) {
-            ssize_t rest = read_all(file, bytes + n, *size - n);
-            got = rest < 0 ? -1 : got + rest;
-        }
-        if (got < 0) fail(e, "%s", strerror(errno));
+    uint8_t *bytes = resize(NULL, n, 1), *whole = NULL;
+    ssize_t end = bytes ? read_range(file, bytes, 0, n) : 0;
+    if (end == (ssize_t)n && *size >= n && !memcmp(bytes, magic, n)) {
+        if ((whole = resize(bytes, *size, 1))) end = read_range(file, whole, n, *size);
+        else free(bytes);
+        bytes = whole;
     }
+    if (!bytes) fail(e, no_memory);
+    else if (end < 0) fail(e, "%s", strerror(errno));
     close(file);
-    if (got < 0) return free(bytes), NULL;
-    *size = got;
+    if (end < 0) free(bytes), bytes = NULL;
+    *size = end < 0 ? 0 : end;
     return bytes;
 }
 

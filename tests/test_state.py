@@ -206,6 +206,9 @@ def test_files_of_other_lengths(saved):
     path.write_bytes(b"")
     with pytest.raises(llamac.Error, match="is empty"):
         engine.load(path)
+    os.truncate(path, 2**42)  # a file of another program is not read, however large it is
+    with pytest.raises(llamac.Error, match="no saved sequence"):
+        engine.load(path)
 
 
 def test_crafted_files_with_the_right_checksum(saved):

@@ -27,7 +27,7 @@ extern bool stream_failed;      // which ferror then says
 #define getchar() (fault_now() ? stream_failed = true, EOF : getc(stdin))
 #undef ferror
 #define ferror(f) (stream_failed || (ferror)(f))
-#define read(file, to, n) (fault_now() ? -1 : read(file, to, n))
+#define pread(file, to, n, at) (fault_now() ? -1 : pread(file, to, n, at))
 #define realpath(path, to) (fault_now() ? NULL : realpath(path, to))
 #define mkstemp(name) (fault_now() ? -1 : mkstemp(name))
 #define fsync(file) (fault_now() ? -1 : fsync(file))
