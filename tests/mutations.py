@@ -3,14 +3,16 @@ Do the tests notice? Changes one operator, constant or condition of the program 
 that run the changed line. Prints every change with what noticed it, and the share that was noticed; the survivors are to be
 read one by one.
 
-    python -m tests.mutations map             which tests run which line of Python, and whether all pass unchanged; first of all
     python -m tests.mutations 200 py          200 changes of Python files, drawn with a seed
     python -m tests.mutations 100 c           of the C program
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
 --seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that,
 --part=2/7 the second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
-`map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
+--tests=test_data,test_train runs only those files of tests.
+
+Which tests reach a change of Python is seen first, in one run of all tests (ten minutes) on a copy that notes when it reaches
+one. The result is kept until a file changes. Linux only, like what it starts.
 """
 import ast
 import ctypes
@@ -36,17 +38,16 @@ ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "cache" / "mutations"
 seed = 1          # of the draw
 workers = 1       # changes tried at a time
-budget = 30       # seconds of tests for one change of Python, by the map: the quick ones first
+budget = 30       # seconds of tests for one change of Python, the quick ones first; 0: all that reach it
 files = ""        # only these, separated by commas; with a minus before the first: all but these
 part = "1/1"      # this part of the draw alone
 again = ""        # what an earlier run printed, a file: its survivors alone
 done = ""         # the same: what it has not tried
+tests = ""        # for Python: only these files of tests, separated by commas
 
-# The tests of Python, each module mapped alone.
-PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_bpe test_data test_files
-    test_survey test_sizes test_costs test_preflight test_modes test_checkpoint test_ops test_twins test_model test_load
-    test_architectures test_chat test_export test_parity test_inside test_track test_track_online test_llamac test_talk test_page
-    test_page_inside test_train"""
+# Tests of the C program alone, which notice no change of Python.
+NO_PYTHON = """test_batches test_bench test_cuda test_encode test_grammar test_hostile test_kernels test_kv test_library
+    test_run test_run_texts test_sampling test_state"""
 # The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
 C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures test_bench test_hostile
     test_grammar test_kernels test_parity"""
@@ -194,57 +195,109 @@ def work():
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
-def digest(name):
-    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+def statement_of(source, start):
+    """
+    (the innermost statement at a position that a line can be written before, whether a function holds it).
+
+    That excludes statements of a class's body, where the line would add a name to the class.
+    """
+    line, tree = source[:start].count(b"\n") + 1, ast.parse(source)
+    of_classes = {id(node) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for node in c.body}
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and first_line(node) <= line <= node.end_lineno]
+    functions = [node for node in statements if isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno]
+    begin = [node for node in statements if id(node) not in of_classes and begins_line(source, node)]
+    return begin[-1], bool(functions)
 
 
-def read_map(names):
-    """{test: its seconds and lines} of all tests that pass where nothing is changed; the files named are as they were mapped."""
-    found = {}
-    for path in sorted(MAP.glob("test_*.json")):
-        stored = json.loads(path.read_text())
-        for name in (f"tests/{path.name[:-5]}.py", *names):
-            if digest(name) != stored["files"].get(name):
-                sys.exit(f"{path.name}: {name} has changed since; run: python -m tests.mutations map {path.stem}")
-        found |= {name: test for name, test in stored["tests"].items() if test["passed"]}
-    return found or sys.exit("no map of the tests; run: python -m tests.mutations map")
+def first_line(node):
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
 
 
-def make_map(names):
-    """Run the tests where nothing is changed, and note which lines each runs."""
-    MAP.mkdir(parents=True, exist_ok=True)
-    sources = [str(path.relative_to(ROOT)) for pattern in KINDS["py"][0] for path in ROOT.glob(pattern)]
-    for name in names or PYTHON_TESTS.split():
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, "llamac").resolve()
-            copy_to(copy)
-            shutil.copy(ROOT / "tests/line_map.py", copy / "sitecustomize.py")
-            (copy / "line_map").mkdir()
-            code, output = pytest(copy, "-p", "sitecustomize", f"tests/{name}.py", limit=3600, PYTHONPATH=str(copy))
-            tests = json.loads((copy / "line_map.json").read_text())
-        files = {path: digest(path) for path in [*sources, f"tests/{name}.py"]}
-        (MAP / f"{name}.json").write_text(json.dumps({"files": files, "tests": tests}))
-        failed = [test for test, what in tests.items() if not what["passed"]]
-        print(f"{name}: {len(tests)} tests, {sum(t['seconds'] for t in tests.values()):.0f} s", flush=True)
-        if failed:
-            print(output, "\nThese do not pass and guard nothing:", *failed, sep="\n  ", flush=True)
+def begins_line(source, node):
+    """Whether a statement is the first of its line; an elif is not."""
+    before = source.splitlines()[node.lineno - 1][:node.col_offset]
+    return not before.strip() and not source.splitlines()[node.lineno - 1].lstrip().startswith(b"elif")
 
 
-def lines_of(source, change):
-    """(the lines of a change's statement, up to the change; whether they stand in a function).
+def with_notes(source, statements, name):
+    """
+    The source of a file that notes when a test reaches one of the statements, {number of a change: statement}, or, under the
+    given name, when it runs any function of the file.
+    """
+    lines = source.splitlines(keepends=True)
+    places = [(node, str(number)) for number, node in statements.items()]
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            places += [(body[0], name)] if body and begins_line(source, body[0]) else []
+    for node, note in sorted(places, key=lambda place: -first_line(place[0])):
+        call = f"from tests import reached as _reached; _reached.at({note!r})\n"
+        lines.insert(first_line(node) - 1, b" " * node.col_offset + call.encode())
+    return b"".join(lines)
 
-    A module's own lines run once in a process, at the import, so every test that runs anything of the file guards them."""
-    first, last = (source.encode()[:place].count(b"\n") + 1 for place in change[:2])
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    around = [node for node in statements if node.lineno <= first <= node.end_lineno]
-    functions = [node for node in around if isinstance(node, ast.FunctionDef) and first >= node.body[0].lineno]
-    return range(around[-1].lineno, last + 1), bool(functions)
+
+def find_tests(drawn):
+    """
+    [{test: (0 or 1, seconds)} for each change of Python]: the tests that reach it, and pass where nothing is changed.
+
+    What runs when a module is imported runs once in a process, so a change there belongs to every test that runs any function
+    of its file, with 1. What a fixture runs belongs to all tests of the fixture's module.
+    """
+    names = sorted(relative(path) for path in {*ROOT.glob("tests/test_*.py"), *(path for path, _ in drawn)})
+    words = [f"tests/{name}.py" for name in tests.split(",")] if tests else \
+        [name for name in names if name.startswith("tests/") and Path(name).stem not in NO_PYTHON.split()]
+    key = repr([words, *(title(*job) for job in drawn), *((ROOT / name).read_bytes() for name in names)])
+    stored = MAP / f"reached-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if not stored.exists():
+        stored.write_text(json.dumps(run_with_notes(drawn, words)))
+    passed, noted = json.loads(stored.read_text())
+    chosen = lambda notes: {test for test in passed if f"{test} (call)" in notes
+                            or any(f"{test.split('::')[0]} ({when})" in notes for when in ("setup", "teardown"))}
+    found = []
+    for number, (path, change) in enumerate(drawn):
+        exact, touching = chosen(noted[str(number)]), set()
+        if "" in noted[str(number)] or not statement_of(path.read_bytes(), change[0])[1]:
+            touching = chosen(noted[name_of(path)])
+        found.append({test: (int(test not in exact), passed[test]) for test in exact | touching})
+    return found
 
 
-def tests_of(path, change, tests):
-    """Pytest's words, for one run after the other: the tests that run what is changed, the quick ones, module after module, the
-    file's own first; of C files by the lists above."""
-    name = str(path.relative_to(ROOT))
+def run_with_notes(drawn, words):
+    """({test: seconds} of the tests that pass where nothing is changed, {change or file: what tests/reached.py noted}).
+
+    Where a note is of no call, it holds the module alone for the test.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "llamac").resolve()
+        copy_to(copy)
+        notes = copy / "tests" / "reached_by"
+        notes.mkdir()
+        for path in {path for path, _ in drawn}:
+            source = path.read_bytes()
+            mine = {n: statement_of(source, change[0])[0] for n, (where, change) in enumerate(drawn) if where == path}
+            (copy / path.relative_to(ROOT)).write_bytes(with_notes(source, mine, name_of(path)))
+        code, output = pytest(copy, "-p", "tests.reached", "-m", "not slow", "-n", str(workers), "--dist=loadfile",
+                              "--no-loadscope-reorder", *words, limit=7200, PYTHONPATH=str(copy))
+        if not (notes / "tests.json").exists():
+            sys.exit(output)
+        ran = json.loads((notes / "tests.json").read_text())
+        noted = {name: set() for name in [*map(str, range(len(drawn))), *(name_of(path) for path, _ in drawn)]}
+        for name, found in noted.items():
+            for note in (notes / name).read_text(encoding="utf-8").splitlines() if (notes / name).exists() else ():
+                test, _, when = note.rpartition(" ")
+                found.add(note if when in ("", "(call)") else f"{test.split('::')[0]} {when}")
+    passed = {test: what["seconds"] for test, what in ran.items() if what["passed"]}
+    print(f"{len(ran)} tests, {sum(passed.values()):.0f} s", flush=True)
+    if code:
+        print(output, "These do not pass and guard nothing:", *sorted(ran.keys() - passed.keys()), sep="\n  ", flush=True)
+    return passed, {name: sorted(found) for name, found in noted.items()}
+
+
+def tests_of(path, change, reach):
+    """
+    Pytest's words, for one run after the other. Of Python: of the tests that reach the change, as find_tests has them, the quick ones,
+    module after module, the file's own first. Of C files by the lists above.
+    """
     if path.parent.name == "cuda":
         orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
         return CUDA_TESTS[::-1] if orders else CUDA_TESTS
@@ -252,21 +305,26 @@ def tests_of(path, change, tests):
         modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
         blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE
         return [[*modules, "-k", first], [*modules, "-k", f"not ({first} or {blind})"]]
-    lines, in_function = lines_of(path.read_text(encoding="utf-8"), change)
-    exact = {test for test, what in tests.items() if not {f"{name}:{line}" for line in lines}.isdisjoint(what["lines"])}
-    touching = {test: what["seconds"] for test, what in tests.items()
-                if test in exact or not in_function and any(line.startswith(f"{name}:") for line in what["lines"])}
     chosen, total = [], 0.0
-    for test in sorted(touching, key=lambda test: (test not in exact, touching[test])):
-        total += touching[test]
-        if chosen and total > budget:
+    for test in sorted(reach, key=reach.get):
+        total += reach[test][1]
+        if chosen and budget and total > budget:
             break
         chosen.append(test)
     modules = {}
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
-    order = sorted(modules, key=lambda m: (path.stem not in m, sum(touching[test] for test in modules[m])))
+    order = sorted(modules, key=lambda m: (path.stem not in m, sum(reach[test][1] for test in modules[m])))
     return [[test for module in order for test in modules[module]]]
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def name_of(path):
+    """The name that tests/reached.py knows a file by, which is a file's name itself."""
+    return relative(path).replace("/", ".")
 
 
 def title(path, change):
@@ -274,22 +332,22 @@ def title(path, change):
     begin, end, new = change
     text = path.read_bytes()
     line, column = text[:begin].count(b"\n") + 1, begin - text.rfind(b"\n", 0, begin)
-    return f"{path.relative_to(ROOT)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
+    return f"{relative(path)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
 
 
-def attempt(path, change, tests, every):
+def attempt(path, change, runs, seconds):
     """Run the tests with one change; the name of the first that failed, or None: a survivor."""
     try:
-        return try_change(path, change, tests, every)
+        return try_change(path, change, runs, seconds)
     except SystemExit:  # by a signal; the pool would take it for this change's result and go on
         os._exit(1)
 
 
-def try_change(path, change, tests, every):
-    """tests: for one run of pytest after the other, until something is noticed."""
-    limit = 60 + 4 * sum(every[test]["seconds"] for test in tests[0]) if every else 600  # more is a hang, and noticed
+def try_change(path, change, runs, seconds):
+    """runs: words for one run of pytest after the other, until something is noticed; seconds that the first takes, or None."""
+    limit = 600 if seconds is None else 240 + 6 * seconds  # more is a hang, and noticed
     started, who, count = time.monotonic(), None, 0
-    for words in filter(None, tests):
+    for words in filter(None, runs):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             copy = Path(folder, "llamac").resolve()
             copy_to(copy)
@@ -369,14 +427,18 @@ def main(count, kind):
     if done:
         tried = Path(done).read_text()
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
-    tests = read_map({str(path.relative_to(ROOT)) for path, _ in drawn}) if kind == "py" else None
     with ProcessPoolExecutor(workers, initializer=work) as pool:
-        jobs = [pool.submit(attempt, path, change, tests_of(path, change, tests), tests) for path, change in drawn]
+        reached = pool.submit(find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
+        jobs = []
+        for (path, change), reach in zip(drawn, reached):
+            runs = tests_of(path, change, reach)
+            seconds = sum(reach[test][1] for test in runs[0]) if kind == "py" else None
+            jobs.append(pool.submit(attempt, path, change, runs, seconds))
         found = [job.result() for job in jobs]
     for path in paths:
         results = [who for who, (where, _) in zip(found, drawn) if where == path]
         if results:
-            print(f"{path.relative_to(ROOT)}: {sum(who is not None for who in results)} of {len(results)}")
+            print(f"{relative(path)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
     share = 100 * noticed / max(1, len(drawn))
     print(f"{noticed} of {len(drawn)} changes were noticed ({share:.0f} %), of {len(changes)} that there are")
@@ -387,8 +449,4 @@ if __name__ == "__main__":
     configure(globals(), positional=words)
     os.environ["OBJECTS"] = str(MAP / "objects")
     (MAP / "objects").mkdir(parents=True, exist_ok=True)
-    if words[0] == "map":
-        adopt()
-        make_map(words[1:])
-    else:
-        main(int(words[0]), words[1])
+    main(int(words[0]), words[1])
