@@ -210,6 +210,7 @@ def statement_of(source, start):
 
 
 def first_line(node):
+    """The line where a statement begins, with its decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
 
 
@@ -251,21 +252,28 @@ def find_tests(drawn):
     if not stored.exists():
         stored.write_text(json.dumps(run_with_notes(drawn, words)))
     passed, noted = json.loads(stored.read_text())
-    chosen = lambda notes: {test for test in passed if f"{test} (call)" in notes
-                            or any(f"{test.split('::')[0]} ({when})" in notes for when in ("setup", "teardown"))}
+    noted = {name: set(notes) for name, notes in noted.items()}
     found = []
     for number, (path, change) in enumerate(drawn):
-        exact, touching = chosen(noted[str(number)]), set()
-        if "" in noted[str(number)] or not statement_of(path.read_bytes(), change[0])[1]:
-            touching = chosen(noted[name_of(path)])
-        found.append({test: (int(test not in exact), passed[test]) for test in exact | touching})
+        notes = noted[str(number)]
+        found.append({test: (0, seconds) for test, seconds in passed.items() if is_noted(test, notes)})
+        if "" in notes or not statement_of(path.read_bytes(), change[0])[1]:
+            notes = noted[name_of(path)]
+            found[-1] |= {test: (1, seconds) for test, seconds in passed.items() if test not in found[-1] and is_noted(test, notes)}
     return found
 
 
-def run_with_notes(drawn, words):
-    """({test: seconds} of the tests that pass where nothing is changed, {change or file: what tests/reached.py noted}).
+def is_noted(test, notes):
+    """Whether a test, or a fixture in its module, made one of the notes."""
+    module = test.split("::")[0]
+    return f"{test} (call)" in notes or f"{module} (setup)" in notes or f"{module} (teardown)" in notes
 
-    Where a note is of no call, it holds the module alone for the test.
+
+def run_with_notes(drawn, words):
+    """
+    ({test: seconds} of the tests that pass where nothing is changed, {number of a change or name of a file: notes}).
+
+    The notes are those of tests/reached.py, but those of fixtures name the module in place of the test.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "llamac").resolve()
@@ -283,7 +291,8 @@ def run_with_notes(drawn, words):
         ran = json.loads((notes / "tests.json").read_text())
         noted = {name: set() for name in [*map(str, range(len(drawn))), *(name_of(path) for path, _ in drawn)]}
         for name, found in noted.items():
-            for note in (notes / name).read_text(encoding="utf-8").splitlines() if (notes / name).exists() else ():
+            file = notes / name
+            for note in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
                 test, _, when = note.rpartition(" ")
                 found.add(note if when in ("", "(call)") else f"{test.split('::')[0]} {when}")
     passed = {test: what["seconds"] for test, what in ran.items() if what["passed"]}
@@ -295,8 +304,8 @@ def run_with_notes(drawn, words):
 
 def tests_of(path, change, reach):
     """
-    Pytest's words, for one run after the other. Of Python: of the tests that reach the change, as find_tests has them, the quick ones,
-    module after module, the file's own first. Of C files by the lists above.
+    Pytest's words, for one run after the other. Of Python: the quick ones of the tests that reach the change, as find_tests has
+    them, module after module, the file's own first. Of C files by the lists above.
     """
     if path.parent.name == "cuda":
         orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
@@ -319,6 +328,7 @@ def tests_of(path, change, reach):
 
 
 def relative(path):
+    """The path as git lists it."""
     return str(path.relative_to(ROOT))
 
 
