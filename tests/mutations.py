@@ -45,8 +45,8 @@ again = ""        # what an earlier run printed, a file: its survivors alone
 done = ""         # the same: what it has not tried
 tests = ""        # for Python: only these files of tests, separated by commas
 
-# Tests of the C program alone, which notice no change of Python.
-NO_PYTHON = """test_batches test_bench test_cuda test_encode test_grammar test_hostile test_kernels test_kv test_library
+# Tests of the C program alone, which notice no change of Python, and test_docs, which needs a git repository.
+NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile test_kernels test_kv test_library
     test_run test_run_texts test_sampling test_state"""
 # The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
 C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures test_bench test_hostile

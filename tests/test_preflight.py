@@ -364,6 +364,20 @@ def alarms(start, folder, kind, count, **given):
     return said if done.code == 0 and "checks: " in done.out else said + [f"{kind} {count} {given}: {done.code} {done.err}"]
 
 
+def test_the_formula_of_attention_is_the_models_for_what_an_imported_one_may_have():
+    args = model.ModelArgs(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=9, max_seq_len=8, qkv_bias=True, qk_norm=True,
+                           rope_scaling=2.0, rope_factors=(1.0, 1.5, 3.0, 8.0), rope_attention=1.2)
+    torch.manual_seed(1)
+    net = args.build()
+    attention, x = net.layers[0].attention.eval(), torch.randn(6, 32)
+    with torch.no_grad():
+        for p in attention.parameters():
+            p.copy_(torch.randn(p.shape) / 3)
+        ours = attention(x[None], net.rope[:6])[0].double().numpy()
+    assert model_checks.difference(ours, model_checks.plain_attention(attention, x, args)) < 1e-5
+    assert model_checks.difference(ours, model_checks.plain_attention(attention, x, args, halves=True)) > 0.01
+
+
 @pytest.mark.parametrize("kind, count, vocabulary, shape", [
     pytest.param(kind, count, vocabulary, shape, marks=[pytest.mark.slow] * (vocabulary == "char" or number > 1))
     for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
