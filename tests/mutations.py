@@ -15,13 +15,16 @@ Which tests reach a change of Python is seen first, in one run of all tests (ten
 one. The result is kept until a file changes. Linux only, like what it starts.
 """
 import ast
+import contextlib
 import ctypes
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -32,6 +35,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from configurator import configure
+from tests import forked
 from tests.conftest import PROGRAM, compile_object
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +49,9 @@ again = ""        # what an earlier run printed, a file: its survivors alone
 done = ""         # the same: what it has not tried
 tests = ""        # for Python: only these files of tests, separated by commas
 
+# What most tests of Python import, which takes longer than most tests do: a worker imports it once.
+PRELOADED = ["pytest", "torch", "torch._dynamo", "safetensors.torch", "sentencepiece", "tokenizers", "gguf",
+             "transformers.models.llama.modeling_llama"]
 # Tests of the C program alone, which notice no change of Python, and test_docs, which needs a git repository.
 NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile test_kernels test_kv test_library
     test_run test_run_texts test_sampling test_state"""
@@ -161,25 +168,55 @@ def children():
 def pytest(folder, *words, limit, **env):
     """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
     own = {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
-    env = os.environ | own | env
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
-        process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=folder, env=env,
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        child = os.fork()
+        if not child:
+            run_pytest(folder, words, own | env, output)
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = exit_code(child, limit)
         finally:
             while found := children():  # a subreaper's children are all orphans of its descendants, too
                 for pid in found:
-                    os.kill(pid, signal.SIGKILL)
-                    try:
+                    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # pytest itself, reaped above
+                        os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
-                    except ChildProcessError:  # pytest itself, reaped by wait
-                        pass
         output.seek(0)
         return code, output.read()
+
+
+def run_pytest(folder, words, env, output):
+    """In a fork, which has the packages of PRELOADED: do what `python -m pytest` does in a copy, and end."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with open(os.devnull) as nothing:
+            for target, file in enumerate((nothing, output, output)):
+                os.dup2(file.fileno(), target)
+        os.chdir(folder)
+        os.environ.update(env)
+        tempfile.tempdir = None  # read TMPDIR anew
+        forked.forget()
+        sys.path[0], sys.argv, sys.dont_write_bytecode = str(folder), ["pytest", "-q", "-p", "no:cacheprovider", *words], True
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        code = int(e.code)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(pid, limit):
+    """The exit code of a child, or None after so many seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    return None
 
 
 def adopt():
@@ -192,6 +229,8 @@ def adopt():
 def work():
     """The start of a worker, which ends with the main program."""
     adopt()
+    for name in PRELOADED:
+        importlib.import_module(name)
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 

@@ -69,6 +69,7 @@ def test_what_can_learn_learns_by_heart(trainer, capsys, folder, windows, optimi
     start = time.monotonic()
     assert trainer(overfit=windows, optimizer=optimizer, dropout=0.3) == 0
     said = capsys.readouterr().out
+    assert f"overfit: {windows} window{'s' * (windows > 1)} of 32 tokens" in said
     last, enough = said.splitlines()[-1], float(re.search(r"([\d.]+) is enough", said)[1])
     assert last.startswith("PASS: loss ") and float(last.split()[2]) <= enough < 0.2, last
     assert time.monotonic() - start < usual(30)
@@ -234,8 +235,10 @@ def test_the_shares_of_a_profile_add_up_to_the_clock(trainer, capsys, folder):
     assert list(shares) == ["data", "forward", "backward", "clipping", "optimizer", "communication", "logging", "waiting"]
     assert abs(sum(shares.values()) - 100) < 2 and min(shares.values()) >= 0 and shares["communication"] == 0
     assert min(shares[name] for name in ("data", "forward", "backward", "clipping", "optimizer", "logging")) > 0
-    ops = re.findall(r"^  (\S.*?) +\d+ +[\d.]+ +[\d.]+ %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
-    assert len(ops) == 10 and sum(share != "-" for _, share in ops) >= 5
+    ops = re.findall(r"^  (\S.*?) +\d+ +([\d.]+) +([\d.]+) %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
+    assert len(ops) == 10 and sum(roofline != "-" for *_, roofline in ops) >= 5
+    step = float(re.search(r"([\d.]+) ms a step; without", said)[1])
+    assert [float(share) for _, _, share, _ in ops] == pytest.approx([100 * float(ms) / step for _, ms, *_ in ops], abs=0.1)
     trace = folder / "out/my.profile.json.gz"
     assert str(trace.relative_to(folder)) in said
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("dur")]

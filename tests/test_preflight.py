@@ -387,6 +387,19 @@ def test_no_false_alarm_of_a_text_of_few_letters(kind, count, vocabulary, shape,
         assert not alarms(start, folder, kind, count, vocab_source=vocabulary, seed=seed, **shape)
 
 
+def test_a_loss_worse_than_guessing_is_suspect_in_a_model_that_was_trained(start, monkeypatch):
+    """And one like that of guessing is not, as it was trained for a step."""
+    monkeypatch.setattr(train, "train", TRAIN)
+    given = {"max_iters": 1, "eval_interval": 1, "log_interval": 1}
+    assert start(**given, checks="none", out_dir="begun").code == 0
+    done = start(**given, checks="loss", out_dir="begun 2", init_from="begun")
+    assert done.code == 0 and "checks: 1 passed" in done.out and "warning" not in done.all, done.all
+    large_init(monkeypatch)
+    assert start(**given, checks="none", out_dir="wild").code == 0
+    done = start(**given, checks="loss", out_dir="wild 2", init_from="wild")
+    assert warned(done, "loss") and "worse than ln V = 5.56" in done.out, done.all
+
+
 def test_no_false_alarm_where_the_batch_has_few_targets(start, monkeypatch):
     """As of conversations, of which the answers alone are learnt: each sequence has another number."""
     plain = data.read_windows
