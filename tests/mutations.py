@@ -52,7 +52,7 @@ tests = ""        # for Python: only these files of tests, separated by commas
 # What most tests of Python import, which takes longer than most tests do: a worker imports it once.
 PRELOADED = ["pytest", "torch", "torch._dynamo", "safetensors.torch", "sentencepiece", "tokenizers", "gguf",
              "transformers.models.llama.modeling_llama"]
-# Tests of the C program alone, which notice no change of Python, and test_docs, which needs a git repository.
+# Not run for changes of Python: tests of the C program alone; test_docs, which needs a git repository.
 NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile test_kernels test_kv test_library
     test_run test_run_texts test_sampling test_state"""
 # The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
@@ -167,7 +167,7 @@ def children():
 
 def pytest(folder, *words, limit, **env):
     """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
-    own = {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
+    own = {"WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
         child = os.fork()
@@ -178,7 +178,7 @@ def pytest(folder, *words, limit, **env):
         finally:
             while found := children():  # a subreaper's children are all orphans of its descendants, too
                 for pid in found:
-                    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # pytest itself, reaped above
+                    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # reaped above
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
         output.seek(0)
@@ -186,7 +186,7 @@ def pytest(folder, *words, limit, **env):
 
 
 def run_pytest(folder, words, env, output):
-    """In a fork, which has the packages of PRELOADED: do what `python -m pytest` does in a copy, and end."""
+    """In a fork, which has PRELOADED: do what `python -m pytest` does in a copy, and end."""
     code = 1
     try:
         os.setsid()
@@ -198,7 +198,8 @@ def run_pytest(folder, words, env, output):
         os.environ.update(env)
         tempfile.tempdir = None  # read TMPDIR anew
         forked.forget()
-        sys.path[0], sys.argv, sys.dont_write_bytecode = str(folder), ["pytest", "-q", "-p", "no:cacheprovider", *words], True
+        sys.path[0], sys.dont_write_bytecode = str(folder), True
+        sys.argv = ["pytest", "-q", "-p", "no:cacheprovider", *words]
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     except SystemExit as e:
         code = int(e.code)
@@ -229,40 +230,42 @@ def adopt():
 def work():
     """The start of a worker, which ends with the main program."""
     adopt()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch reads it when it is imported
     for name in PRELOADED:
         importlib.import_module(name)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def statement_of(source, start):
     """
-    (the innermost statement at a position that a line can be written before, whether a function holds it).
-
-    That excludes statements of a class's body, where the line would add a name to the class.
+    Return (the innermost statement at an offset that a line can be written before, whether a
+    function holds it). Statements of a class's body don't count: the line would add a name to it.
     """
     line, tree = source[:start].count(b"\n") + 1, ast.parse(source)
     of_classes = {id(node) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for node in c.body}
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and first_line(node) <= line <= node.end_lineno]
-    functions = [node for node in statements if isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno]
-    begin = [node for node in statements if id(node) not in of_classes and begins_line(source, node)]
-    return begin[-1], bool(functions)
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)
+              and first_line(node) <= line <= node.end_lineno]
+    in_function = any(isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno
+                      for node in around)
+    return [node for node in around
+            if id(node) not in of_classes and begins_line(source, node)][-1], in_function
 
 
 def first_line(node):
-    """The line where a statement begins, with its decorators."""
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    """Return the line where a statement begins, with its decorators."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
 def begins_line(source, node):
-    """Whether a statement is the first of its line; an elif is not."""
-    before = source.splitlines()[node.lineno - 1][:node.col_offset]
-    return not before.strip() and not source.splitlines()[node.lineno - 1].lstrip().startswith(b"elif")
+    """Return whether a statement is the first of its line; an elif is not."""
+    line = source.splitlines()[node.lineno - 1]
+    return not line[:node.col_offset].strip() and not line.lstrip().startswith(b"elif")
 
 
 def with_notes(source, statements, name):
     """
-    The source of a file that notes when a test reaches one of the statements, {number of a change: statement}, or, under the
-    given name, when it runs any function of the file.
+    Return the source of a file that notes when a test reaches one of the statements, {number of a
+    change: statement}, and, under `name`, when a test runs any function of the file.
     """
     lines = source.splitlines(keepends=True)
     places = [(node, str(number)) for number, node in statements.items()]
@@ -278,15 +281,15 @@ def with_notes(source, statements, name):
 
 def find_tests(drawn):
     """
-    [{test: (0 or 1, seconds)} for each change of Python]: the tests that reach it, and pass where nothing is changed.
-
-    What runs when a module is imported runs once in a process, so a change there belongs to every test that runs any function
-    of its file, with 1. What a fixture runs belongs to all tests of the fixture's module.
+    Return {test: (0 or 1, seconds)} for each change of Python: the tests that reach it, and pass
+    where nothing is changed. A module's own statements, and what they call, run once in a process,
+    so a change there belongs to all tests that run any function of the file: these have a 1.
     """
-    names = sorted(relative(path) for path in {*ROOT.glob("tests/test_*.py"), *(path for path, _ in drawn)})
+    paths = sorted({*ROOT.glob("tests/test_*.py"), *(path for path, _ in drawn)})
     words = [f"tests/{name}.py" for name in tests.split(",")] if tests else \
-        [name for name in names if name.startswith("tests/") and Path(name).stem not in NO_PYTHON.split()]
-    key = repr([words, *(title(*job) for job in drawn), *((ROOT / name).read_bytes() for name in names)])
+        [relative(path) for path in paths
+         if path.parent.name == "tests" and path.stem not in NO_PYTHON.split()]
+    key = repr([words, *(title(*job) for job in drawn), *(path.read_bytes() for path in paths)])
     stored = MAP / f"reached-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     if not stored.exists():
         stored.write_text(json.dumps(run_with_notes(drawn, words)))
@@ -295,56 +298,68 @@ def find_tests(drawn):
     found = []
     for number, (path, change) in enumerate(drawn):
         notes = noted[str(number)]
-        found.append({test: (0, seconds) for test, seconds in passed.items() if is_noted(test, notes)})
+        reach = {test: (0, seconds) for test, seconds in passed.items() if is_noted(test, notes)}
         if "" in notes or not statement_of(path.read_bytes(), change[0])[1]:
             notes = noted[name_of(path)]
-            found[-1] |= {test: (1, seconds) for test, seconds in passed.items() if test not in found[-1] and is_noted(test, notes)}
+            reach = {test: (1, seconds) for test, seconds in passed.items()
+                     if is_noted(test, notes)} | reach
+        found.append(reach)
     return found
 
 
 def is_noted(test, notes):
-    """Whether a test, or a fixture in its module, made one of the notes."""
+    """Return whether a test, or a fixture of its module, made one of the notes."""
     module = test.split("::")[0]
-    return f"{test} (call)" in notes or f"{module} (setup)" in notes or f"{module} (teardown)" in notes
+    return not notes.isdisjoint([f"{test} (call)", f"{module} (setup)", f"{module} (teardown)"])
 
 
 def run_with_notes(drawn, words):
     """
-    ({test: seconds} of the tests that pass where nothing is changed, {number of a change or name of a file: notes}).
-
-    The notes are those of tests/reached.py, but those of fixtures name the module in place of the test.
+    Return ({test: seconds} of the tests that pass where nothing is changed, {number of a change or
+    name of a file: notes}). Notes are those of tests/reached.py; a fixture's name the module alone.
     """
+    numbers = {}
+    for number, (path, _) in enumerate(drawn):
+        numbers.setdefault(path, []).append(number)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "llamac").resolve()
         copy_to(copy)
+        for path, own in numbers.items():
+            source = path.read_bytes()
+            statements = {n: statement_of(source, drawn[n][1][0])[0] for n in own}
+            (copy / relative(path)).write_bytes(with_notes(source, statements, name_of(path)))
         notes = copy / "tests" / "reached_by"
         notes.mkdir()
-        for path in {path for path, _ in drawn}:
-            source = path.read_bytes()
-            mine = {n: statement_of(source, change[0])[0] for n, (where, change) in enumerate(drawn) if where == path}
-            (copy / path.relative_to(ROOT)).write_bytes(with_notes(source, mine, name_of(path)))
-        code, output = pytest(copy, "-p", "tests.reached", "-m", "not slow", "-n", str(workers), "--dist=loadfile",
-                              "--no-loadscope-reorder", *words, limit=7200, PYTHONPATH=str(copy))
+        code, output = pytest(copy, "-p", "tests.reached", "-m", "not slow", "-n", str(workers),
+                              "--dist=loadfile", "--no-loadscope-reorder", *words,
+                              limit=10800, PYTHONPATH=str(copy))
         if not (notes / "tests.json").exists():
-            sys.exit(output)
+            raise RuntimeError(output)
         ran = json.loads((notes / "tests.json").read_text())
-        noted = {name: set() for name in [*map(str, range(len(drawn))), *(name_of(path) for path, _ in drawn)]}
-        for name, found in noted.items():
-            file = notes / name
-            for note in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-                test, _, when = note.rpartition(" ")
-                found.add(note if when in ("", "(call)") else f"{test.split('::')[0]} {when}")
+        noted = {name: read_notes(notes / name)
+                 for name in [*map(str, range(len(drawn))), *map(name_of, numbers)]}
     passed = {test: what["seconds"] for test, what in ran.items() if what["passed"]}
     print(f"{len(ran)} tests, {sum(passed.values()):.0f} s", flush=True)
     if code:
-        print(output, "These do not pass and guard nothing:", *sorted(ran.keys() - passed.keys()), sep="\n  ", flush=True)
-    return passed, {name: sorted(found) for name, found in noted.items()}
+        failed = sorted(ran.keys() - passed.keys())
+        print(output, "These do not pass and guard nothing:", *failed, sep="\n  ", flush=True)
+    return passed, noted
+
+
+def read_notes(path):
+    """Return the notes in a file, each once; [] if no test has made one."""
+    notes = set()
+    for note in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        test, _, when = note.rpartition(" ")
+        notes.add(note if when in ("", "(call)") else f"{test.split('::')[0]} {when}")
+    return sorted(notes)
 
 
 def tests_of(path, change, reach):
     """
-    Pytest's words, for one run after the other. Of Python: the quick ones of the tests that reach the change, as find_tests has
-    them, module after module, the file's own first. Of C files by the lists above.
+    Return pytest's words, for one run after the other. For Python: the quick ones of the tests that
+    reach the change, as find_tests returns them, module after module, the file's own first. For C
+    files by the lists above.
     """
     if path.parent.name == "cuda":
         orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
@@ -362,17 +377,17 @@ def tests_of(path, change, reach):
     modules = {}
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
-    order = sorted(modules, key=lambda m: (path.stem not in m, sum(reach[test][1] for test in modules[m])))
+    order = sorted(modules, key=lambda m: (path.stem not in m, sum(reach[t][1] for t in modules[m])))
     return [[test for module in order for test in modules[module]]]
 
 
 def relative(path):
-    """The path as git lists it."""
+    """Return a path as git lists it."""
     return str(path.relative_to(ROOT))
 
 
 def name_of(path):
-    """The name that tests/reached.py knows a file by, which is a file's name itself."""
+    """Return the name of a file of notes about a source."""
     return relative(path).replace("/", ".")
 
 
@@ -384,16 +399,20 @@ def title(path, change):
     return f"{relative(path)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
 
 
-def attempt(path, change, runs, seconds):
-    """Run the tests with one change; the name of the first that failed, or None: a survivor."""
+def in_worker(function, *arguments):
+    """Call a function in a worker of the pool, which ends with a signal; the pool would go on."""
     try:
-        return try_change(path, change, runs, seconds)
-    except SystemExit:  # by a signal; the pool would take it for this change's result and go on
+        return function(*arguments)
+    except SystemExit:
         os._exit(1)
 
 
-def try_change(path, change, runs, seconds):
-    """runs: words for one run of pytest after the other, until something is noticed; seconds that the first takes, or None."""
+def attempt(path, change, runs, seconds):
+    """
+    Run the tests with one change; return the name of the first that fails, or None: a survivor.
+    runs: pytest's words, for one run after the other until a test fails. seconds: that the first
+    run takes where nothing is changed; None: unknown.
+    """
     limit = 600 if seconds is None else 240 + 6 * seconds  # more is a hang, and noticed
     started, who, count = time.monotonic(), None, 0
     for words in filter(None, runs):
@@ -477,12 +496,12 @@ def main(count, kind):
         tried = Path(done).read_text()
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
     with ProcessPoolExecutor(workers, initializer=work) as pool:
-        reached = pool.submit(find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
+        reached = pool.submit(in_worker, find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
         jobs = []
         for (path, change), reach in zip(drawn, reached):
             runs = tests_of(path, change, reach)
             seconds = sum(reach[test][1] for test in runs[0]) if kind == "py" else None
-            jobs.append(pool.submit(attempt, path, change, runs, seconds))
+            jobs.append(pool.submit(in_worker, attempt, path, change, runs, seconds))
         found = [job.result() for job in jobs]
     for path in paths:
         results = [who for who, (where, _) in zip(found, drawn) if where == path]

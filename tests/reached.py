@@ -21,7 +21,7 @@ tests = {}                                     # test -> its seconds; whether it
 def at(change):
     """Note that the running test reaches a change, once for each process and test."""
     torch = sys.modules.get("torch")
-    if torch and torch.compiler.is_compiling():  # torch.compile traces this call: leave nothing of it
+    if torch and torch.compiler.is_compiling():  # the compiler traces this call: it vanishes
         return
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     if (change, test) not in seen:
