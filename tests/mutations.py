@@ -3,23 +3,28 @@ Do the tests notice? Changes one operator, constant or condition of the program 
 that run the changed line. Prints every change with what noticed it, and the share that was noticed; the survivors are to be
 read one by one.
 
-    python -m tests.mutations map             which tests run which line of Python, and whether all pass unchanged; first of all
     python -m tests.mutations 200 py          200 changes of Python files, drawn with a seed
     python -m tests.mutations 100 c           of the C program
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
 --seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that,
 --part=2/7 the second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
-`map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
+--tests=test_data,test_train runs only those files of tests.
+
+Which tests reach a change of Python is seen first, in one run of all tests (ten minutes) on a copy that notes when it reaches
+one. The result is kept until a file changes. Linux only, like what it starts.
 """
 import ast
+import contextlib
 import ctypes
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -30,23 +35,26 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from configurator import configure
+from tests import forked
 from tests.conftest import PROGRAM, compile_object
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "cache" / "mutations"
 seed = 1          # of the draw
 workers = 1       # changes tried at a time
-budget = 30       # seconds of tests for one change of Python, by the map: the quick ones first
+budget = 30       # seconds of tests for one change of Python, the quick ones first; 0: all that reach it
 files = ""        # only these, separated by commas; with a minus before the first: all but these
 part = "1/1"      # this part of the draw alone
 again = ""        # what an earlier run printed, a file: its survivors alone
 done = ""         # the same: what it has not tried
+tests = ""        # for Python: only these files of tests, separated by commas
 
-# The tests of Python, each module mapped alone.
-PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_bpe test_data test_files
-    test_survey test_sizes test_costs test_preflight test_modes test_checkpoint test_ops test_twins test_model test_load
-    test_architectures test_chat test_export test_parity test_inside test_track test_track_online test_llamac test_talk test_page
-    test_page_inside test_train"""
+# What most tests of Python import, which takes longer than most tests do: a worker imports it once.
+PRELOADED = ["pytest", "torch", "torch._dynamo", "safetensors.torch", "sentencepiece", "tokenizers", "gguf",
+             "transformers.models.llama.modeling_llama"]
+# Not run for changes of Python: tests of the C program alone; test_docs, which needs a git repository.
+NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile test_kernels test_kv test_library
+    test_run test_run_texts test_sampling test_state"""
 # The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
 C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures test_bench test_hostile
     test_grammar test_kernels test_parity"""
@@ -159,26 +167,57 @@ def children():
 
 def pytest(folder, *words, limit, **env):
     """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
-    own = {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
-    env = os.environ | own | env
+    own = {"WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
-        process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=folder, env=env,
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        child = os.fork()
+        if not child:
+            run_pytest(folder, words, own | env, output)
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = exit_code(child, limit)
         finally:
             while found := children():  # a subreaper's children are all orphans of its descendants, too
                 for pid in found:
-                    os.kill(pid, signal.SIGKILL)
-                    try:
+                    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # reaped above
+                        os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
-                    except ChildProcessError:  # pytest itself, reaped by wait
-                        pass
         output.seek(0)
         return code, output.read()
+
+
+def run_pytest(folder, words, env, output):
+    """In a fork, which has PRELOADED: do what `python -m pytest` does in a copy, and end."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with open(os.devnull) as nothing:
+            for target, file in enumerate((nothing, output, output)):
+                os.dup2(file.fileno(), target)
+        os.chdir(folder)
+        os.environ.update(env)
+        tempfile.tempdir = None  # read TMPDIR anew
+        forked.forget()
+        sys.path[0], sys.dont_write_bytecode = str(folder), True
+        sys.argv = ["pytest", "-q", "-p", "no:cacheprovider", *words]
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        code = int(e.code)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(pid, limit):
+    """The exit code of a child, or None after so many seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    return None
 
 
 def adopt():
@@ -192,59 +231,136 @@ def work():
     """The start of a worker, which ends with the main program."""
     adopt()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch reads it when it is imported
+    for name in PRELOADED:
+        importlib.import_module(name)
 
 
-def digest(name):
-    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+def statement_of(source, start):
+    """
+    Return (the innermost statement at an offset that a line can be written before, whether a
+    function holds it). Statements of a class's body don't count: the line would add a name to it.
+    """
+    line, tree = source[:start].count(b"\n") + 1, ast.parse(source)
+    of_classes = {id(node) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for node in c.body}
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)
+              and first_line(node) <= line <= node.end_lineno]
+    in_function = any(isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno
+                      for node in around)
+    return [node for node in around
+            if id(node) not in of_classes and begins_line(source, node)][-1], in_function
 
 
-def read_map(names):
-    """{test: its seconds and lines} of all tests that pass where nothing is changed; the files named are as they were mapped."""
-    found = {}
-    for path in sorted(MAP.glob("test_*.json")):
-        stored = json.loads(path.read_text())
-        for name in (f"tests/{path.name[:-5]}.py", *names):
-            if digest(name) != stored["files"].get(name):
-                sys.exit(f"{path.name}: {name} has changed since; run: python -m tests.mutations map {path.stem}")
-        found |= {name: test for name, test in stored["tests"].items() if test["passed"]}
-    return found or sys.exit("no map of the tests; run: python -m tests.mutations map")
+def first_line(node):
+    """Return the line where a statement begins, with its decorators."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
-def make_map(names):
-    """Run the tests where nothing is changed, and note which lines each runs."""
-    MAP.mkdir(parents=True, exist_ok=True)
-    sources = [str(path.relative_to(ROOT)) for pattern in KINDS["py"][0] for path in ROOT.glob(pattern)]
-    for name in names or PYTHON_TESTS.split():
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, "llamac").resolve()
-            copy_to(copy)
-            shutil.copy(ROOT / "tests/line_map.py", copy / "sitecustomize.py")
-            (copy / "line_map").mkdir()
-            code, output = pytest(copy, "-p", "sitecustomize", f"tests/{name}.py", limit=3600, PYTHONPATH=str(copy))
-            tests = json.loads((copy / "line_map.json").read_text())
-        files = {path: digest(path) for path in [*sources, f"tests/{name}.py"]}
-        (MAP / f"{name}.json").write_text(json.dumps({"files": files, "tests": tests}))
-        failed = [test for test, what in tests.items() if not what["passed"]]
-        print(f"{name}: {len(tests)} tests, {sum(t['seconds'] for t in tests.values()):.0f} s", flush=True)
-        if failed:
-            print(output, "\nThese do not pass and guard nothing:", *failed, sep="\n  ", flush=True)
+def begins_line(source, node):
+    """Return whether a statement is the first of its line; an elif is not."""
+    line = source.splitlines()[node.lineno - 1]
+    return not line[:node.col_offset].strip() and not line.lstrip().startswith(b"elif")
 
 
-def lines_of(source, change):
-    """(the lines of a change's statement, up to the change; whether they stand in a function).
+def with_notes(source, statements, name):
+    """
+    Return the source of a file that notes when a test reaches one of the statements, {number of a
+    change: statement}, and, under `name`, when a test runs any function of the file.
+    """
+    lines = source.splitlines(keepends=True)
+    places = [(node, str(number)) for number, node in statements.items()]
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            places += [(body[0], name)] if body and begins_line(source, body[0]) else []
+    for node, note in sorted(places, key=lambda place: -first_line(place[0])):
+        call = f"from tests import reached as _reached; _reached.at({note!r})\n"
+        lines.insert(first_line(node) - 1, b" " * node.col_offset + call.encode())
+    return b"".join(lines)
 
-    A module's own lines run once in a process, at the import, so every test that runs anything of the file guards them."""
-    first, last = (source.encode()[:place].count(b"\n") + 1 for place in change[:2])
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    around = [node for node in statements if node.lineno <= first <= node.end_lineno]
-    functions = [node for node in around if isinstance(node, ast.FunctionDef) and first >= node.body[0].lineno]
-    return range(around[-1].lineno, last + 1), bool(functions)
+
+def find_tests(drawn):
+    """
+    Return {test: (0 or 1, seconds)} for each change of Python: the tests that reach it, and pass
+    where nothing is changed. A module's own statements, and what they call, run once in a process,
+    so a change there belongs to all tests that run any function of the file: these have a 1.
+    """
+    paths = sorted({*ROOT.glob("tests/test_*.py"), *(path for path, _ in drawn)})
+    words = [f"tests/{name}.py" for name in tests.split(",")] if tests else \
+        [relative(path) for path in paths
+         if path.parent.name == "tests" and path.stem not in NO_PYTHON.split()]
+    key = repr([words, *(title(*job) for job in drawn), *(path.read_bytes() for path in paths)])
+    stored = MAP / f"reached-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if not stored.exists():
+        stored.write_text(json.dumps(run_with_notes(drawn, words)))
+    passed, noted = json.loads(stored.read_text())
+    noted = {name: set(notes) for name, notes in noted.items()}
+    found = []
+    for number, (path, change) in enumerate(drawn):
+        notes = noted[str(number)]
+        reach = {test: (0, seconds) for test, seconds in passed.items() if is_noted(test, notes)}
+        if "" in notes or not statement_of(path.read_bytes(), change[0])[1]:
+            notes = noted[name_of(path)]
+            reach = {test: (1, seconds) for test, seconds in passed.items()
+                     if is_noted(test, notes)} | reach
+        found.append(reach)
+    return found
 
 
-def tests_of(path, change, tests):
-    """Pytest's words, for one run after the other: the tests that run what is changed, the quick ones, module after module, the
-    file's own first; of C files by the lists above."""
-    name = str(path.relative_to(ROOT))
+def is_noted(test, notes):
+    """Return whether a test, or a fixture of its module, made one of the notes."""
+    module = test.split("::")[0]
+    return not notes.isdisjoint([f"{test} (call)", f"{module} (setup)", f"{module} (teardown)"])
+
+
+def run_with_notes(drawn, words):
+    """
+    Return ({test: seconds} of the tests that pass where nothing is changed, {number of a change or
+    name of a file: notes}). Notes are those of tests/reached.py; a fixture's name the module alone.
+    """
+    numbers = {}
+    for number, (path, _) in enumerate(drawn):
+        numbers.setdefault(path, []).append(number)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "llamac").resolve()
+        copy_to(copy)
+        for path, own in numbers.items():
+            source = path.read_bytes()
+            statements = {n: statement_of(source, drawn[n][1][0])[0] for n in own}
+            (copy / relative(path)).write_bytes(with_notes(source, statements, name_of(path)))
+        notes = copy / "tests" / "reached_by"
+        notes.mkdir()
+        code, output = pytest(copy, "-p", "tests.reached", "-m", "not slow", "-n", str(workers),
+                              "--dist=loadfile", "--no-loadscope-reorder", *words,
+                              limit=10800, PYTHONPATH=str(copy))
+        if not (notes / "tests.json").exists():
+            raise RuntimeError(output)
+        ran = json.loads((notes / "tests.json").read_text())
+        noted = {name: read_notes(notes / name)
+                 for name in [*map(str, range(len(drawn))), *map(name_of, numbers)]}
+    passed = {test: what["seconds"] for test, what in ran.items() if what["passed"]}
+    print(f"{len(ran)} tests, {sum(passed.values()):.0f} s", flush=True)
+    if code:
+        failed = sorted(ran.keys() - passed.keys())
+        print(output, "These do not pass and guard nothing:", *failed, sep="\n  ", flush=True)
+    return passed, noted
+
+
+def read_notes(path):
+    """Return the notes in a file, each once; [] if no test has made one."""
+    notes = set()
+    for note in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        test, _, when = note.rpartition(" ")
+        notes.add(note if when in ("", "(call)") else f"{test.split('::')[0]} {when}")
+    return sorted(notes)
+
+
+def tests_of(path, change, reach):
+    """
+    Return pytest's words, for one run after the other. For Python: the quick ones of the tests that
+    reach the change, as find_tests returns them, module after module, the file's own first. For C
+    files by the lists above.
+    """
     if path.parent.name == "cuda":
         orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
         return CUDA_TESTS[::-1] if orders else CUDA_TESTS
@@ -252,21 +368,27 @@ def tests_of(path, change, tests):
         modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
         blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE
         return [[*modules, "-k", first], [*modules, "-k", f"not ({first} or {blind})"]]
-    lines, in_function = lines_of(path.read_text(encoding="utf-8"), change)
-    exact = {test for test, what in tests.items() if not {f"{name}:{line}" for line in lines}.isdisjoint(what["lines"])}
-    touching = {test: what["seconds"] for test, what in tests.items()
-                if test in exact or not in_function and any(line.startswith(f"{name}:") for line in what["lines"])}
     chosen, total = [], 0.0
-    for test in sorted(touching, key=lambda test: (test not in exact, touching[test])):
-        total += touching[test]
-        if chosen and total > budget:
+    for test in sorted(reach, key=reach.get):
+        total += reach[test][1]
+        if chosen and budget and total > budget:
             break
         chosen.append(test)
     modules = {}
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
-    order = sorted(modules, key=lambda m: (path.stem not in m, sum(touching[test] for test in modules[m])))
+    order = sorted(modules, key=lambda m: (path.stem not in m, sum(reach[t][1] for t in modules[m])))
     return [[test for module in order for test in modules[module]]]
+
+
+def relative(path):
+    """Return a path as git lists it."""
+    return str(path.relative_to(ROOT))
+
+
+def name_of(path):
+    """Return the name of a file of notes about a source."""
+    return relative(path).replace("/", ".")
 
 
 def title(path, change):
@@ -274,22 +396,26 @@ def title(path, change):
     begin, end, new = change
     text = path.read_bytes()
     line, column = text[:begin].count(b"\n") + 1, begin - text.rfind(b"\n", 0, begin)
-    return f"{path.relative_to(ROOT)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
+    return f"{relative(path)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
 
 
-def attempt(path, change, tests, every):
-    """Run the tests with one change; the name of the first that failed, or None: a survivor."""
+def in_worker(function, *arguments):
+    """Call a function in a worker of the pool, which ends with a signal; the pool would go on."""
     try:
-        return try_change(path, change, tests, every)
-    except SystemExit:  # by a signal; the pool would take it for this change's result and go on
+        return function(*arguments)
+    except SystemExit:
         os._exit(1)
 
 
-def try_change(path, change, tests, every):
-    """tests: for one run of pytest after the other, until something is noticed."""
-    limit = 60 + 4 * sum(every[test]["seconds"] for test in tests[0]) if every else 600  # more is a hang, and noticed
+def attempt(path, change, runs, seconds):
+    """
+    Run the tests with one change; return the name of the first that fails, or None: a survivor.
+    runs: pytest's words, for one run after the other until a test fails. seconds: that the first
+    run takes where nothing is changed; None: unknown.
+    """
+    limit = 600 if seconds is None else 240 + 6 * seconds  # more is a hang, and noticed
     started, who, count = time.monotonic(), None, 0
-    for words in filter(None, tests):
+    for words in filter(None, runs):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             copy = Path(folder, "llamac").resolve()
             copy_to(copy)
@@ -369,14 +495,18 @@ def main(count, kind):
     if done:
         tried = Path(done).read_text()
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
-    tests = read_map({str(path.relative_to(ROOT)) for path, _ in drawn}) if kind == "py" else None
     with ProcessPoolExecutor(workers, initializer=work) as pool:
-        jobs = [pool.submit(attempt, path, change, tests_of(path, change, tests), tests) for path, change in drawn]
+        reached = pool.submit(in_worker, find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
+        jobs = []
+        for (path, change), reach in zip(drawn, reached):
+            runs = tests_of(path, change, reach)
+            seconds = sum(reach[test][1] for test in runs[0]) if kind == "py" else None
+            jobs.append(pool.submit(in_worker, attempt, path, change, runs, seconds))
         found = [job.result() for job in jobs]
     for path in paths:
         results = [who for who, (where, _) in zip(found, drawn) if where == path]
         if results:
-            print(f"{path.relative_to(ROOT)}: {sum(who is not None for who in results)} of {len(results)}")
+            print(f"{relative(path)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
     share = 100 * noticed / max(1, len(drawn))
     print(f"{noticed} of {len(drawn)} changes were noticed ({share:.0f} %), of {len(changes)} that there are")
@@ -387,8 +517,4 @@ if __name__ == "__main__":
     configure(globals(), positional=words)
     os.environ["OBJECTS"] = str(MAP / "objects")
     (MAP / "objects").mkdir(parents=True, exist_ok=True)
-    if words[0] == "map":
-        adopt()
-        make_map(words[1:])
-    else:
-        main(int(words[0]), words[1])
+    main(int(words[0]), words[1])

@@ -576,6 +576,24 @@ def test_a_manifest_of_another_shape_is_none(tmp_path, vocabulary):
     assert checkpoint.newest(tmp_path) is None and "cannot be read" in checkpoint.damage(folder)
 
 
+@pytest.mark.parametrize("metric, is_valid", [
+    (None, True), (3, True), (1.5, True), ("1.5", False), ([1.5], False), (True, False), (math.nan, False), (math.inf, False), (10 ** 400, False)])
+def test_the_metric_of_a_manifest_is_none_or_a_finite_number(metric, is_valid, tmp_path, vocabulary):
+    save(tmp_path, 1, vocabulary)
+    path = checkpoint.newest(tmp_path) / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metric": metric}))
+    assert (checkpoint.newest(tmp_path) is not None) == is_valid
+
+
+def test_of_several_files_none_stays_half_written_and_the_error_is_the_first(tmp_path):
+    with pytest.raises(IsADirectoryError), files.replacing_all() as writing:
+        for name in "a", "b":
+            with writing(tmp_path / name) as f:
+                f.write(b"new")
+        (tmp_path / "b").mkdir()  # so that a is renamed and b can't be
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_settings_of_old_checkpoints_are_translated():
     old = {"patience": 3, "tied": False, "sharded": True, "within_documents": False, "vocab_most": 400, "text_most": 9, "table_rate": 2.0,
            "skip_bad": True, "checks": "all", "wandb_watch": "all", "noise_scale": True, "head_width": 24, "dim": 64}

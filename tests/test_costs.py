@@ -1,6 +1,7 @@
 """What a training will cost: the table before it, and the largest batch that fits."""
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -43,6 +44,10 @@ def test_files_have_the_size_that_was_foretold(shape, tmp_path):
                      dtype or "f32")
         found = path.stat().st_size
         assert found == size if not dtype else abs(found - size) < 0.03 * size + 8192, name
+
+
+def number(text):
+    return int(text.replace(",", ""))
 
 
 def words(size):
@@ -94,6 +99,10 @@ def test_the_table_of_a_preset_needs_no_data(tmp_path):
     assert done.returncode == 0, done.stderr
     for part in ("parameters  260,032 ", "attention ", "FLOPs ", "Python, torch and room to work", "tokens/s, measured", "gguf q8_0", "v2 "):
         assert part in done.stdout, part
+    flops, total, step_tokens = re.search(r"FLOPs +([\d,]+) a token.*; (\S+) in 10 steps of ([\d,]+) tokens", done.stdout).groups()
+    assert float(total) == pytest.approx(10 * number(flops) * number(step_tokens), rel=0.01)
+    for size, speed in re.findall(r"^ +(?:gguf|v\d)\b.*?([\d,]+) +([\d,]+)$", done.stdout, re.M):
+        assert 1e8 < number(size) * number(speed) < 1e13, done.stdout  # bytes a second
     assert not list(tmp_path.iterdir())
     done = command(tmp_path, ROOT / "model.py", "--dim=63")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "dim=63" in done.stderr
@@ -170,6 +179,7 @@ def test_the_line_of_time():
     assert "1,234 tokens/s" in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
     assert "the limit" in costs.time_line(knobs(max_minutes=1.0), {"seconds": 192, "tokens_per_sec": 1.0})
     assert [costs.format_seconds(n) for n in (45, 600, 7200, 86400 * 12)] == ["45 s", "10 min", "2 h", "12 days"]
+    assert [costs.format_bytes(n) for n in (12 << 20, 1 << 30, 3.4 * 2 ** 30)] == ["12 MiB", "1.0 GiB", "3.4 GiB"]
 
 
 # ---- --batch_size=0
@@ -195,7 +205,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, ca
     monkeypatch.setattr(hardware, "free_memory", lambda device: 100 << 20)
     with pytest.raises(SystemExit):
         fit_batch.largest_batch(s, args, SETUP)
-    assert "not even a batch of 1" in capsys.readouterr().err
+    assert "not even a batch of 1 fits into 90 MiB" in capsys.readouterr().err  # a tenth stays free
 
 
 @pytest.mark.slow

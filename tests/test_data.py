@@ -872,6 +872,15 @@ def test_downloads_survive(mood, hub, tmp_path):
         assert asked == sorted(asked) and len(set(asked)) == 5 and asked[0] == len(body) // 2
 
 
+def test_a_download_waits_longer_after_each_failure_in_a_row(hub, tmp_path, monkeypatch):
+    waits, name = [], next(iter(BODIES))
+    monkeypatch.setattr(downloads, "PATIENCE", (1, 2, 4))
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(sleep=waits.append))
+    hub.mood = ["hang up", "hang up", "break", "hang up"]
+    downloads.download(tmp_path / name, data.tinystories_url, *downloads.DOWNLOADS["tinystories"][name])
+    assert waits == [1, 2, 1]
+
+
 def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
     name, body = next(iter(BODIES.items()))
     hub.mood = ["break"] + ["hang up"] * 4

@@ -337,6 +337,10 @@ def test_a_column_by_name(tmp_path, capfd):
         assert sorted(train + val) == sorted(ROWS)
     assert "the keys id, body; expected" in refused(
         capfd, lambda: data.prepare(tmp_path / "b.jsonl", "byte", cache=tmp_path / "cache", workers=1))
+    for name, content in ("c.jsonl", '{"текст": "a", "текст": "b"}'), ("d.json", '[{"текст": "a", "текст": "b"}]'):
+        (tmp_path / name).write_text(content)
+        assert "1 has the key 'текст' twice" in refused(
+            capfd, lambda: data.prepare(tmp_path / name, "byte", cache=tmp_path / "cache", workers=1, column="текст"))
 
 
 # ---- what is no file, and folders -----------------------------------------------------------------------------------

@@ -377,6 +377,14 @@ def test_tokens_that_an_old_folder_adds(tmp_path, vocabulary):
         assert {kind for *_, kind in load.read_model(tmp_path / "m")[2].pieces()[n:]} == {5}
 
 
+def test_tokens_that_a_tokenizer_json_adds_where_nothing_else_lists_them(tmp_path):
+    end = {"id": 7, "content": "<|end|>", "special": True}
+    change_json(tmp_path / "tokenizer.json", added_tokens=[end, "odd", {"id": 8}, {"id": 9, "content": 9}])
+    assert hf_tokenizer.added_tokens(tmp_path) == {"7": end}
+    change_json(tmp_path / "tokenizer.json", added_tokens=7)
+    assert hf_tokenizer.added_tokens(tmp_path) == {}
+
+
 @pytest.mark.parametrize("named", [
     {}, {"eos_token": "<|im_end|>"}, {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "bos_token": "<|im_start|>"},
     {"bos_token": "</s>"}])
@@ -447,6 +455,18 @@ def test_what_is_not_supported_is_refused_by_name(changed, said, tmp_path, vocab
     config.pop("rope_parameters", None)
     (folder / "config.json").write_text(json.dumps(config | changed))
     assert said in refused(capsys, load.read_model, folder)
+
+
+def test_layer_types_tell_which_layers_have_a_window(tmp_path, vocabulary, capsys):
+    make(tmp_path / "m", Qwen2Config, {}, vocabulary)
+    change_json(tmp_path / "m/config.json", sliding_window=8, use_sliding_window=True, max_window_layers=0)
+    for second, slides in ("full_attention", False), ("sliding_attention", True):
+        change_json(tmp_path / "m/config.json", layer_types=["full_attention", second])
+        assert ("sliding_attention" in Qwen2Config.from_pretrained(tmp_path / "m").layer_types) == slides
+        if slides:
+            assert "sliding_window=8 is not supported" in refused(capsys, load.read_model, tmp_path / "m")
+        else:
+            assert load.read_model(tmp_path / "m")[1].n_layers == 2
 
 
 @pytest.mark.parametrize("window, slides", [({"sliding_window": None}, False), ({}, True), ({"sliding_window": 4096}, True)])
@@ -582,6 +602,8 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
         name.unlink()
     (folder / "pytorch_model.bin").touch()
     assert "which could run code" in refused(capsys, load.read_model, folder)
+    (folder / "pytorch_model.bin").unlink()
+    assert "expected model.safetensors or model.safetensors.index.json, found none" in refused(capsys, load.read_model, folder)
     (folder / "config.json").unlink()
     assert "no config.json" in refused(capsys, load.read_model, folder)
     (folder / "tokenizer.model").write_bytes(b"x")

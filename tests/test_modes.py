@@ -69,6 +69,7 @@ def test_what_can_learn_learns_by_heart(trainer, capsys, folder, windows, optimi
     start = time.monotonic()
     assert trainer(overfit=windows, optimizer=optimizer, dropout=0.3) == 0
     said = capsys.readouterr().out
+    assert f"overfit: {windows} window{'s' * (windows > 1)} of 32 tokens" in said
     last, enough = said.splitlines()[-1], float(re.search(r"([\d.]+) is enough", said)[1])
     assert last.startswith("PASS: loss ") and float(last.split()[2]) <= enough < 0.2, last
     assert time.monotonic() - start < usual(30)
@@ -132,6 +133,14 @@ def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monk
     code = trainer(overfit=1, **bug(monkeypatch) or {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert code == 1 and last.startswith("FAIL: ") and words in last, last
+    assert bug is not no_update or "after 61 steps" in last  # the first, and as many as PATIENCE allows
+
+
+def test_advice_compares_the_loss_with_what_less_of_the_context_allows():
+    lowest = {0: 3.0, 1: 2.0, None: 0.1}
+    for end, words in ((4.95, "stuck at the start"), (2.95, "without seeing the text"), (2.5, "from the last token alone"),
+                       (1.95, "from the last token alone"), (1.5, "but not to the end"), (0.15, "not that of these targets")):
+        assert words in overfit.advice([5.0, end], lowest, 0.2, changes=False)
 
 
 def test_the_least_loss_of_what_goes_on_in_several_ways():
@@ -178,6 +187,18 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
     assert {path.name for path in (folder / "out").iterdir()} == {"my.lr_find.png", "my.lr_find.csv", "my.lr_find2.csv"}
 
 
+def test_a_ramp_grows_by_a_factor_and_its_smoothed_loss_has_no_bias():
+    rates, losses, smooth = zip(*lr_find.take_ramp(lambda step, rate: 3.0))
+    assert (rates[0], rates[-1]) == (lr_find.LOW, pytest.approx(lr_find.HIGH)) and {*losses} == {3.0}
+    assert [b / a for a, b in zip(rates, rates[1:])] == pytest.approx([rates[1] / rates[0]] * (lr_find.RAMP - 1))
+    assert smooth == pytest.approx([3.0] * lr_find.RAMP)
+
+
+def test_the_knee_is_where_most_of_the_fall_is_done():
+    assert lr_find.knee([(1, 9.0, 4.0), (2, 0.1, 3.0), (3, 0.1, 2.5), (4, 0.1, 2.0), (5, 9.0, 5.0), (6, math.nan, math.nan)]) == 4
+    assert lr_find.knee([(1, 9.0, 4.0), (2, 0.1, 2.5), (3, 0.1, 2.01), (4, 0.1, 2.0)]) == 3
+
+
 def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss_that_is_no_number(monkeypatch):
     monkeypatch.setattr(lr_find, "SWEEP", 20)
     s, taken = trainer_config(decay_lr=True), []
@@ -214,8 +235,10 @@ def test_the_shares_of_a_profile_add_up_to_the_clock(trainer, capsys, folder):
     assert list(shares) == ["data", "forward", "backward", "clipping", "optimizer", "communication", "logging", "waiting"]
     assert abs(sum(shares.values()) - 100) < 2 and min(shares.values()) >= 0 and shares["communication"] == 0
     assert min(shares[name] for name in ("data", "forward", "backward", "clipping", "optimizer", "logging")) > 0
-    ops = re.findall(r"^  (\S.*?) +\d+ +[\d.]+ +[\d.]+ %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
-    assert len(ops) == 10 and sum(share != "-" for _, share in ops) >= 5
+    ops = re.findall(r"^  (\S.*?) +\d+ +([\d.]+) +([\d.]+) %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
+    assert len(ops) == 10 and sum(roofline != "-" for *_, roofline in ops) >= 5
+    step = float(re.search(r"([\d.]+) ms a step; without", said)[1])
+    assert [float(share) for _, _, share, _ in ops] == pytest.approx([100 * float(ms) / step for _, ms, *_ in ops], abs=0.1)
     trace = folder / "out/my.profile.json.gz"
     assert str(trace.relative_to(folder)) in said
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("dur")]
@@ -239,6 +262,27 @@ def test_of_nested_spans_the_inner_one_owns_its_time():
     events = [event("forward", 0, 1e6), event("backward", 4e5, 6e5), event("aten::mm", 1, 2), event("backward", 1e6, 4e6),
               event("communication", 2e6, 3e6, thread=2), event("forward", 0, 9e6, kind=torch.autograd.DeviceType.CUDA)]
     assert profiler.phase_seconds(events) == pytest.approx({"forward": 0.8, "backward": 2.2, "communication": 1.0})
+
+
+def test_the_largest_ops_and_their_share_of_the_roofline():
+    """Where a peak is slow the FLOPs are the limit, where it is fast the bytes, which autocast halves."""
+    def event(name, milliseconds, shapes=None, span=False):
+        return SimpleNamespace(name=name, self_cpu_time_total=1e3 * milliseconds, input_shapes=shapes, is_user_annotation=span)
+
+    def largest(peak_flops, events, amp=False):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=amp)
+        return {op.name: op for op in profiler.largest_ops(events, peak_flops, torch.device("cpu"), autocast, 3)}
+
+    product = [event("aten::mm", 40, [[30, 40], [40, 50]])] * 2  # of 120,000 FLOPs each
+    others = [event("forward", 900, span=True), event("aten::relu", 30), event("aten::empty", 1), event("aten::add", 50)]
+    found = largest(6e6, product + others)
+    assert [*found] == ["aten::mm", "aten::add", "aten::relu"] and found["aten::relu"].roofline == "-"
+    assert (found["aten::mm"].calls, found["aten::mm"].seconds) == (2, pytest.approx(0.08))
+    assert found["aten::mm"].roofline == "50 % (FLOPs)"
+    wide, narrow = (largest(1e30, product, amp)["aten::mm"] for amp in (False, True))
+    assert "(bytes)" in wide.roofline and [*wide.ideal] == ["bytes"]
+    speeds = [profiler.copy_seconds(size, torch.device("cpu")) for size in (18800, 9400)]
+    assert [sum(op.ideal.values()) for op in (wide, narrow)] == pytest.approx([2 * speed for speed in speeds])
 
 
 def test_the_work_of_an_op():

@@ -28,7 +28,7 @@ from selenium.common.exceptions import WebDriverException
 
 import compare
 from configurator import fail, source_knobs
-from page import command, jobs, locks, programs, run_api, runs, server, state
+from page import command, jobs, locks, programs, run_api, runs, server, state, system
 from page.programs import OneAtATime
 from tests.conftest import usual
 
@@ -83,6 +83,13 @@ def page(tmp_path_factory):
     found = Page(tmp_path_factory.mktemp("page"))
     yield found
     found.end()
+
+
+def test_memory_is_counted_in_gib(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailable:    4194304 kB\nHugePages_Total:       0\n")
+    monkeypatch.setattr(system, "Path", lambda name: tmp_path / Path(name).name)
+    assert system.memory() == [12.0, 16.0]
+
 
 
 def test_the_printed_address_sets_a_cookie_and_only_the_token_opens_the_page(page):

@@ -218,8 +218,8 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     capsys.readouterr()
     command(monkeypatch, sample, **knobs, temperature=0.0)
     text = capsys.readouterr().out
-    count = len(vocabularies["mha"].encode(PROMPT)) + 20
-    assert text == run("-t", "0", "-n", str(count), "-i", PROMPT).decode()
+    size = len(vocabularies["mha"].encode(PROMPT))
+    assert text == run("-t", "0", "-n", str(size + 20), "-i", PROMPT).decode()
     command(monkeypatch, sample, **knobs | dict(max_new_tokens=1), temperature=0.0)
     assert text.startswith(capsys.readouterr().out.rstrip("\n"))
     for long in (PROMPT, write_text(6, 30)):  # both go beyond the context of 256, one with the prompt
@@ -228,6 +228,8 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
         text = capsys.readouterr()
         assert text.out == run("-t", "0", "-n", str(count), "-i", long).decode() and len(vocabularies["mha"].encode(text.out)) > 280
         assert text.err == "the context of 256 tokens is full: it slides over the text\n"
+    command(monkeypatch, sample, **knobs | dict(max_new_tokens=256 - size), temperature=0.0)  # and BOS; the last one is not read
+    assert not capsys.readouterr().err
     command(monkeypatch, sample, **knobs, temperature=1.5, top_p=1.0, num_samples=3)
     samples = capsys.readouterr().out.split("\n\n")
     assert len(set(samples)) == 3 and all(s.startswith(PROMPT) for s in samples)

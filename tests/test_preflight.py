@@ -364,6 +364,20 @@ def alarms(start, folder, kind, count, **given):
     return said if done.code == 0 and "checks: " in done.out else said + [f"{kind} {count} {given}: {done.code} {done.err}"]
 
 
+def test_the_formula_of_attention_is_the_models_for_what_an_imported_one_may_have():
+    args = model.ModelArgs(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=9, max_seq_len=8, qkv_bias=True, qk_norm=True,
+                           rope_scaling=2.0, rope_factors=(1.0, 1.5, 3.0, 8.0), rope_attention=1.2)
+    torch.manual_seed(1)
+    net = args.build()
+    attention, x = net.layers[0].attention.eval(), torch.randn(6, 32)
+    with torch.no_grad():
+        for p in attention.parameters():
+            p.copy_(torch.randn(p.shape) / 3)
+        ours = attention(x[None], net.rope[:6])[0].double().numpy()
+    assert model_checks.difference(ours, model_checks.plain_attention(attention, x, args)) < 1e-5
+    assert model_checks.difference(ours, model_checks.plain_attention(attention, x, args, halves=True)) > 0.01
+
+
 @pytest.mark.parametrize("kind, count, vocabulary, shape", [
     pytest.param(kind, count, vocabulary, shape, marks=[pytest.mark.slow] * (vocabulary == "char" or number > 1))
     for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
@@ -371,6 +385,19 @@ def alarms(start, folder, kind, count, **given):
 def test_no_false_alarm_of_a_text_of_few_letters(kind, count, vocabulary, shape, start, folder):
     for seed in (0, 1):
         assert not alarms(start, folder, kind, count, vocab_source=vocabulary, seed=seed, **shape)
+
+
+def test_a_loss_worse_than_guessing_is_suspect_in_a_model_that_was_trained(start, monkeypatch):
+    """And one like that of guessing is not, as it was trained for a step."""
+    monkeypatch.setattr(train, "train", TRAIN)
+    given = {"max_iters": 1, "eval_interval": 1, "log_interval": 1}
+    assert start(**given, checks="none", out_dir="begun").code == 0
+    done = start(**given, checks="loss", out_dir="begun 2", init_from="begun")
+    assert done.code == 0 and "checks: 1 passed" in done.out and "warning" not in done.all, done.all
+    large_init(monkeypatch)
+    assert start(**given, checks="none", out_dir="wild").code == 0
+    done = start(**given, checks="loss", out_dir="wild 2", init_from="wild")
+    assert warned(done, "loss") and "worse than ln V = 5.56" in done.out, done.all
 
 
 def test_no_false_alarm_where_the_batch_has_few_targets(start, monkeypatch):

@@ -137,6 +137,22 @@ def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch,
     assert steps == 10 * round(possible) and "more than there is time for" in why
 
 
+def test_the_context_grows_with_the_width():
+    size = 10 ** 9
+    found = [plan.values(plan.shape_of_width(knobs(), set(), dim, size))["max_seq_len"] for dim in (32, 64, 128, 512, 1024, 4096)]
+    assert found == [64, 64, 128, 512, 1024, 1024]
+
+
+def test_an_evaluation_takes_about_a_hundredth_of_the_time_at_most(monkeypatch):
+    """Of two splits, forward alone, which is a third of what a training step computes."""
+    s, meta = planned(monkeypatch, 10_000_000), {"train_tokens": 10 ** 7, "train_bytes": 3 * 10 ** 7, "vocab_size": 512}
+    monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 60.0 / 5000)
+    length = plan.values(plan.plan_length(s, set(), meta, SETUP)[1])
+    assert 8 < length["eval_iters"] < 200
+    assert 0.004 < 2 * costs.EVAL_TOKENS * length["eval_iters"] / 3 / (5000 * costs.tokens_per_step(s)) < 0.01
+
+
 def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
     s = planned(monkeypatch, 1_000_000, 10.0).changed(minutes=1000.0)  # so long that the time taken so far changes nothing
     meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920}

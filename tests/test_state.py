@@ -358,7 +358,7 @@ def said(binary, *args, isa=""):
     return done.stdout, done.stderr.decode()
 
 
-@pytest.mark.parametrize("isa", {ISAS[0], ISAS[-1]})
+@pytest.mark.parametrize("isa", sorted({ISAS[0], ISAS[-1]}))
 @pytest.mark.parametrize("kv", BITS.values())
 def test_prompt_cache(run_bin, paths, tmp_path, kv, isa):
     file, prompt = tmp_path / "state", TEXT * 2

@@ -1128,6 +1128,11 @@ def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, ex
     assert train.hardware.autocast_dtype("auto", torch.device("cpu")) == torch.float32
 
 
+def test_one_process_alone_computes_the_largest_stacks():
+    stack = torch.ones(2, distributed.MIN_SPLIT)
+    assert torch.equal(distributed.split_across_ranks(lambda part: 2 * part, stack), 2 * stack)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_orthogonalised_matrices_have_singular_values_near_one(dtype):
     torch.manual_seed(0)
@@ -1845,7 +1850,10 @@ def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypat
         monkeypatch.setattr(hardware, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
-        assert advice in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert advice in said
+        whole, parts, there = re.search(r"at least ([\d.]+) GiB of memory \((.*)\) and there are ([\d.]+);", said).groups()
+        assert sum(float(part.split()[-1]) for part in parts.split(", ")) == pytest.approx(float(whole), abs=0.3) and float(there) < 1
 
 
 def test_a_peak_that_is_passed_is_measured_again(capsys):
