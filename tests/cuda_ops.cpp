@@ -251,7 +251,7 @@ struct Cpu {
     Backend *b;
     Cache *cache;
     const Config &config;
-    static const int MAX_T = 100;
+    static constexpr int MAX_T = 100;
 
     template <typename F> static void in_chunks(int T, F call) {
         for (int t = 0; t < T; t += MAX_T) call(t, T - t < MAX_T ? T - t : MAX_T);
@@ -279,6 +279,11 @@ struct Cpu {
         in_chunks(T, [&](int t, int n) {
             b->logits(b, out + (size_t)t * output->rows, norm, output, x + (size_t)t * config.dim,
                       n);
+        });
+    }
+    void hidden_states(float *out, const Mat *norm, const float *x, int T) {
+        in_chunks(T, [&](int t, int n) {
+            b->hidden_states(b, out + (size_t)t * config.dim, norm, x + (size_t)t * config.dim, n);
         });
     }
 };
@@ -332,10 +337,9 @@ static void compare_ops(Pair &p, const Both &both, int T, int pos) {
     report("logits", Array::compare(found, expected.data(), n), product);
     std::vector<float> states(T * (size_t)cf.dim), expected_states(states.size());
     g->hidden_states(g, states.data(), &gw.norm, x.on_gpu, T);
-    for (int t = 0; t < T; t += Cpu::MAX_T)
-        c->hidden_states(c, expected_states.data() + (size_t)t * cf.dim, &cw.norm,
-                         x.on_cpu + (size_t)t * cf.dim, std::min(T - t, (int)Cpu::MAX_T));
-    report("hidden states", Array::compare(states.data(), expected_states.data(), states.size()), 1e-5);
+    cpu.hidden_states(expected_states.data(), &cw.norm, x.on_cpu, T);
+    report("hidden states", Array::compare(states.data(), expected_states.data(), states.size()),
+           1e-5);
     if (T > 1) return;
     g->logits(g, NULL, &gw.norm, &gw.output, x.on_gpu, 1);
     int best = g->choose(g, 0, 0, 0), largest = 0;
