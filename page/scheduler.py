@@ -22,11 +22,12 @@ from page.system import available_memory
 
 MAX_RUNNING = 64  # texts that are generated at once; others wait in the order of their arrival
 PROMPT_CHUNK = 64  # tokens of prompts in a batch, of all together
-MAX_QUEUED = 2048  # events that a client has not taken yet; its texts pause until then
-MAX_KEPT = 64  # sequences that are kept for later requests, of an engine
-MAX_KEPT_BYTES = 1 << 28  # of their KV caches in all, of an engine
+MAX_QUEUED = 2048  # events in an Inbox; its texts pause until the client has taken some
+MAX_KEPT = 64  # sequences that an engine keeps for later requests
+MAX_KEPT_BYTES = 1 << 28  # bytes of the KV caches of all sequences that an engine keeps
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
-MEMORY_SHARE = 0.5  # of the memory that is free when an engine starts: for the texts that run
+# The running texts of an engine may take this share of the memory that is free when it starts.
+MEMORY_SHARE = 0.5
 POLL = 0.2  # seconds after which a client that waits for an event learns that there is none
 
 
@@ -37,16 +38,18 @@ class SequenceCache:
         self.engine, self.kept = engine, []  # [(Sequence, its tokens)], the latest last
         info = engine.model.info
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
-        token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values, 32 bits at most
-        self.max_tokens = MAX_KEPT_BYTES // token_bytes
-        # Of the texts that run. The system would end the program rather than let it find too little
-        # memory.
+        token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values of float32, the largest
+        self.max_kept_tokens = MAX_KEPT_BYTES // token_bytes
+        # Tokens of all running texts together. This limit is needed because Linux promises more
+        # memory than there is, and kills a program that uses it.
         self.max_running_tokens = MEMORY_SHARE * available_memory() / token_bytes
 
     def take(self, tokens, running=()):
         """
-        Return a sequence that begins with as many of the tokens, (n,) int32, as a kept sequence or
-        one of `running` does.
+        Return a sequence that has as many of the first `tokens` as possible, and no others: a kept
+        sequence that then is kept no longer, a copy of a kept or running one, or a new one.
+
+        tokens: (T,) int32; running: sequences of the engine whose texts run.
         """
         found = [*self.kept, *((sequence, sequence.tokens) for sequence in running)]
         shared = [llamac.common_prefix(known, tokens) for _, known in found]
@@ -55,19 +58,22 @@ class SequenceCache:
             return llamac.Sequence(self.engine)
         at = shared.index(n)
         sequence, known = found[at]
-        if at < len(self.kept) and n == len(known):  # the text goes on where this one ended
+        if at < len(self.kept) and n == len(known):  # the text continues the kept one
             del self.kept[at]
             return sequence
         return sequence.copy(n)
 
     def keep(self, sequence):
-        """Keep a sequence if its tokens can be copied; free the oldest ones beyond the limits."""
+        """
+        Keep a sequence, or free it if there is no memory for a copy of its tokens. Free the oldest
+        sequences beyond the limits.
+        """
         try:
             self.kept.append((sequence, sequence.tokens))
         except MEMORY_ERRORS:
             sequence.free()
             return
-        while len(self.kept) > MAX_KEPT or sum(len(t) for _, t in self.kept) > self.max_tokens:
+        while len(self.kept) > MAX_KEPT or sum(len(t) for _, t in self.kept) > self.max_kept_tokens:
             self.kept.pop(0)[0].free()
 
     def free_oldest(self):
@@ -118,26 +124,27 @@ class Inbox:
 
 @dataclass(eq=False)
 class Task:
-    """A text to generate."""
+    """A text of a request, from the queue until it ends."""
     cache: SequenceCache
     tokens: list  # of the prompt; texts of the same prompt share the list
     options: dict  # further arguments of llamac.Continuation
     inbox: Inbox
     index: int = 0
-    grammar: llamac.Grammar | None = None  # whose copy the text obeys
-    text: llamac.Continuation | None = None  # None: it has not begun
+    grammar: llamac.Grammar | None = None  # a copy of it masks the tokens of the text
+    text: llamac.Continuation | None = None  # what generates it; None before it begins
     cancelled: bool = False
 
     def max_tokens(self):
-        """Return how many tokens the sequence can get."""
+        """Return the max tokens of the sequence, prompt included."""
         wanted = len(self.tokens) + self.options["max_tokens"]
         return min(wanted, self.cache.engine.positions)
 
     def begin(self, running):
         """
-        Begin the text, or go on with it, in a sequence that begins like it. running: sequences of
-        the engine whose texts run. Raises llamac.Error or MemoryError.
+        Begin the text, or resume it after `suspend`, in a sequence from SequenceCache.take.
+        running: as there. Raises llamac.Error or MemoryError.
         """
+        # After `suspend`, all tokens of the text are new: none has been evaluated in a sequence.
         tokens = self.text.new if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:
@@ -153,8 +160,8 @@ class Task:
 
 def split_evenly(needs, budget):
     """
-    Return how much of a budget each one gets: what it needs, or else an equal part of what the
-    others leave, and at least 1.
+    Divide a budget. The smallest needs are met first; each of the larger ones gets an equal share
+    of what is left, but at least 1.
     """
     shares = [0] * len(needs)
     order = sorted(range(len(needs)), key=needs.__getitem__)
@@ -168,8 +175,8 @@ class Scheduler:
     """Generates the texts of all clients in a thread of its own."""
 
     def __init__(self):
-        self.changed = threading.Condition()  # for the queues
-        self.waiting, self.running = deque(), []
+        self.changed = threading.Condition()  # guards waiting, running and calls
+        self.waiting, self.running = deque(), []  # Tasks
         self.memory_is_short = False  # no text begins until another one has ended
         self.calls = deque()  # [(Future, function)] of call()
         self.thread = None
@@ -189,8 +196,8 @@ class Scheduler:
 
     def call(self, function):
         """
-        Return what a function returns that uses an engine. It is called between two batches, in the
-        thread that owns the engines. Raises what the function raises.
+        Call a function that uses an engine, in the thread that owns the engines, between two
+        batches. Return what it returns, or raise what it raises.
         """
         future = Future()
         with self.changed:
@@ -220,7 +227,7 @@ class Scheduler:
     def step(self):
         """
         Drop the texts of clients that have left, begin others, evaluate a batch per engine, and
-        answer one call.
+        then call one function of `call`.
         """
         for task in [task for task in self.running if task.cancelled]:
             self.end(task, llamac.Error("the client has left"))
@@ -247,11 +254,11 @@ class Scheduler:
                 if not task:
                     return
                 self.waiting.remove(task)
-                running = [other.text.sequence for other in self.running
-                           if other.cache is task.cache]
-                self.running.append(task)
+                sequences = [other.text.sequence for other in self.running
+                             if other.cache is task.cache]
+                self.running.append(task)  # so that put_back or end can take it out again
             try:
-                task.begin(running)
+                task.begin(sequences)
             except MEMORY_ERRORS as e:
                 if task.cache.free_oldest():
                     self.put_back(task, wait=False)
@@ -267,24 +274,28 @@ class Scheduler:
         if len(self.running) >= MAX_RUNNING or self.memory_is_short:
             return None
         self.waiting = deque(task for task in self.waiting if not task.cancelled)
-        # The first text of a prompt evaluates it; the others then copy its sequence.
+        # Several texts of one prompt: the first evaluates the prompt, and the others wait for that
+        # and then copy its sequence. n_new: tokens of the text that are still to be evaluated.
         busy = [task.tokens for task in self.running if not task.text.count and task.text.n_new > 1]
         ready = [task for task in self.waiting
                  if not any(task.tokens is tokens for tokens in busy)]
-        # A request with many texts leaves room for the others.
+        # A request with many running texts comes after requests with fewer.
         task = min(ready, default=None, key=lambda task: sum(other.inbox is task.inbox
                                                              for other in self.running))
         return task if task and self.has_memory(task) else None
 
     def has_memory(self, task):
-        """Return whether there is memory for a text beside those of its model that run."""
+        """
+        Return whether there is memory for a text beside the running ones of its engine. The only
+        text of an engine always may try.
+        """
         beside = [other.max_tokens() for other in self.running if other.cache is task.cache]
         return not beside or sum(beside) + task.max_tokens() <= task.cache.max_running_tokens
 
     def put_back(self, task, wait):
         """
-        Move a text for which there is too little memory from those that run to the front of the
-        queue. wait: it stays there until another text has ended.
+        Move a running text to the front of the queue, because memory is short. wait: no text begins
+        until another one has ended.
         """
         with self.changed:
             self.running.remove(task)
@@ -293,6 +304,7 @@ class Scheduler:
 
     def evaluate(self, engine, tasks):
         """Evaluate a batch of an engine, and append a token to each text whose prompt is done."""
+        # A running text has one new token, the latest; a text whose prompt is not done has more.
         prompts = [task for task in tasks if task.text.n_new > 1]
         shares = split_evenly([task.text.n_new for task in prompts], PROMPT_CHUNK)
         sizes = dict(zip(map(id, prompts), shares))
@@ -307,7 +319,11 @@ class Scheduler:
         self.advance(engine, [task for task in tasks if task.text.ready])
 
     def recover(self, engine, tasks, error):
-        """Free memory for a batch that has failed, or end the texts that are the reason."""
+        """
+        After a failed batch: if memory was short, free a kept sequence or put the latest text back
+        into the queue, so that the next step can try again. Otherwise evaluate the texts one by
+        one, and end those that fail even then.
+        """
         cache = tasks[0].cache
         if isinstance(error, MEMORY_ERRORS):
             if cache.free_oldest():
@@ -320,18 +336,18 @@ class Scheduler:
         if len(tasks) == 1:
             self.end(tasks[0], error)
             return
-        for task in tasks:  # those that fail alone end
-            if task in self.running:
+        for task in tasks:
+            if task in self.running:  # an earlier one may have put it back or ended it
                 self.evaluate(engine, [task])
 
     def advance(self, engine, tasks):
         """Sample the next token of each text, and end those that are complete."""
         for task in tasks:
-            task.text.prepare()
+            task.text.prepare()  # the mask of the grammar
         tokens = engine.sample_batch([task.text.sequence for task in tasks],
                                      [task.text.sampler for task in tasks])
         for task, token in zip(tasks, tokens):
-            if isinstance(token, llamac.Error):  # broken weights
+            if isinstance(token, llamac.Error):  # such as logits that are not finite
                 self.end(task, token)
                 continue
             event = task.text.advance(token)

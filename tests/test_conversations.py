@@ -149,7 +149,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capfd):
     bad = messages_of([("user", "a"), ("user", "b"), ("assistant", "c")])
     path = write_lines(tmp_path / "b.jsonl", [*good, bad, {"messages": 7}])
     said = refused(capfd, lambda: prepared(path))
-    assert "line 31: its roles are user, user, assistant, expected user and assistant in turn" in said and "--checks=-files" in said
+    assert "line 31: its roles are user, user, assistant, expected user and assistant alternately" in said and "--checks=-files" in said
     prepared(path, skip_bad=True)
     assert "left out: 2 damaged (the first: line 31: its roles are user, user, assistant" in capfd.readouterr().out
 
@@ -177,7 +177,7 @@ def test_texts_stay_texts(tmp_path, capfd):
     assert not found.masks and "conversations" not in capfd.readouterr().out
     rows[7].pop("text")
     said = refused(capfd, lambda: prepared(write_lines(tmp_path / "b.jsonl", rows)))
-    assert "line 8 is of conversations, the records before it of texts; expected one kind in a file" in said
+    assert "line 8 is a conversation, but the file began with a text; expected one kind in a file" in said
     (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in/a.jsonl", [messages_of(turns) for turns in some_conversations(30)])
     (tmp_path / "in/b.txt").write_text("once upon a time")

@@ -1,10 +1,11 @@
 """
 Chat templates: the tokens around the words of a conversation, and which of them are answers.
 
-A model file keeps its template as a Jinja source. Like runtime/chat.c, which has the same table and
-the same rules, this module recognizes the source among the known templates and encodes by the
-table. So training sees the very tokens that `run -m chat`, the page and transformers send, and no
-text becomes a control token, which rendering the source to one string could not prevent.
+A model file keeps its template as a Jinja source. This module does not execute the source: like
+runtime/chat.c, which has the same table and the same rules, it recognizes the source among the
+known templates, and encodes by the table. So training sees the tokens that `run -m chat`, the chat
+page and transformers send. And no text of a user becomes a control token. If the source were
+rendered to one string, a marker in that text could not be told from one of the template.
 
     chat = Chat(CHATML, tokenizer)           # chat.tokenizer has the markers as control tokens
     ids, marks = chat.encode([("user", "Hi"), ("assistant", "Hello!")])
@@ -14,17 +15,18 @@ from dataclasses import dataclass
 
 from tokenizer import CONTROL, USER_DEFINED
 
-# In the strings of a template and in outlines, BOS and EOS stand for the vocabulary's tokens.
+# In the strings of a Template and in an Outline, BOS and EOS stand for the vocabulary's tokens.
 # VARIABLE stands for anything that a Jinja source computes, such as the user's words.
 VARIABLE, BOS, EOS = "\1", "\2", "\3"
 MAX_SOURCE = 1 << 20  # bytes of a Jinja source; a longer one is unknown
 
-# Marks of a token; they are added up.
+# Flags of a token, bits of its mark.
 TARGET = 1  # part of an answer, its end marker included: training predicts it
-FIRST = 2   # begins a conversation
-TURN = 4    # begins a turn of the user; what precedes the first one belongs to the conversation
+FIRST = 2   # first token of a conversation
+TURN = 4    # first token of a user's turn. The tokens before a conversation's first turn, BOS and a
+            # system prompt, belong to no turn
 
-# The template of vocabularies that are made here.
+# The template for vocabularies without one, such as those that train.py makes.
 CHATML = ("{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
           "+ message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}"
           "{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -32,44 +34,45 @@ CHATML = ("{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + messa
 
 @dataclass(frozen=True)
 class Template:
-    """A row of the table in runtime/chat.c, which explains the fields."""
+    """A row of the table in runtime/chat.c: the strings around what user and assistant write."""
     name: str
-    signs: tuple
-    others: tuple = ()
-    marks: tuple = ()
-    stop: str = ""
+    signs: tuple         # texts that the outline of every Jinja source of it contains
+    others: tuple = ()   # texts that none of them contains, but sources of similar templates do
+    markers: tuple = ()  # each becomes one token if the vocabulary has it
+    stop: str = ""       # the marker that ends an answer; "": EOS ends it
+    # Before the first turn. None: BOS, if the vocabulary adds BOS or the Jinja source names it.
     begin: str | None = None
-    open: str = ""
-    system_open: str = ""
+    open: str = ""       # before every turn of the user, and before the system prompt
+    system_open: str = ""   # around the system prompt, in the first turn only
     system_close: str = ""
-    user_open: str = ""
+    user_open: str = ""     # around the words of the user
     user_close: str = ""
-    answer_open: str = ""
+    answer_open: str = ""   # around the words of an answer
     answer_end: str = ""
-    answer_close: str = ""
-    system_always: bool = False
-    strip: bool = False
-    strip_answer: bool = False
-    strip_together: bool = False
-    marks_eat_space: bool = False
-    leading_space: bool = False
+    answer_close: str = ""  # ends an answer, once the next turn begins
+    system_always: bool = False   # write system_open and system_close without a system prompt too
+    strip: bool = False           # remove white space around the system prompt and all words
+    strip_answer: bool = False    # remove it around answers only
+    strip_together: bool = False  # strip the system prompt and the user's words as one text
+    markers_eat_space: bool = False  # a marker that is one token swallows the white space after it
+    leading_space: bool = False  # text after BOS or EOS gets the leading space of the vocabulary
 
 
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 LLAMA3 = {
-    "marks": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "stop": "<|eot_id|>",
+    "markers": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "stop": "<|eot_id|>",
     "begin": BOS, "strip": True, "user_open": HEADER.format("user"),
     "user_close": "<|eot_id|>" + HEADER.format("assistant"), "system_close": "<|eot_id|>",
     "answer_close": "<|eot_id|>"}
 LLAMA3_SIGNS = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
-MISTRAL = {"marks": ("[INST]", "[/INST]"), "begin": BOS, "system_close": "\n\n",
+MISTRAL = {"markers": ("[INST]", "[/INST]"), "begin": BOS, "system_close": "\n\n",
            "answer_close": EOS}
-PHI = {"marks": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "stop": "<|end|>",
-       "marks_eat_space": True}
+PHI = {"markers": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "stop": "<|end|>",
+       "markers_eat_space": True}
 TEMPLATES = (
     Template(
         "chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_sep|>", "<|im_user|>", "<|im_middle|>"),
-        marks=("<|im_start|>", "<|im_end|>"), stop="<|im_end|>",
+        markers=("<|im_start|>", "<|im_end|>"), stop="<|im_end|>",
         system_open="<|im_start|>system\n", system_close="<|im_end|>\n",
         user_open="<|im_start|>user\n", user_close="<|im_end|>\n<|im_start|>assistant\n",
         answer_close="<|im_end|>\n"),
@@ -84,7 +87,7 @@ TEMPLATES = (
     Template(
         "zephyr", ("<|user|>", "<|assistant|>", f"<|user|>\n{VARIABLE}{EOS}"),
         ("<|end|>", "<|endoftext|>", "<|im_start|>", "[gMASK]"),
-        marks=("<|system|>", "<|user|>", "<|assistant|>"),
+        markers=("<|system|>", "<|user|>", "<|assistant|>"),
         system_open="<|system|>\n", system_close=EOS + "\n", user_open="<|user|>\n",
         user_close=EOS + "\n<|assistant|>\n", answer_close=EOS + "\n"),
     Template(
@@ -148,7 +151,7 @@ class Outline:
                 self.code(closer)
             after_minus = self.at < len(source) and source[self.at - 1] == "-"
             after_statement = tag != "{{"
-            self.at = self.at + 2 if len(source) - self.at > 2 else len(source)
+            self.at = min(self.at + 2, len(source))  # after the closer
         self.variable()
 
     def __str__(self):
@@ -163,9 +166,9 @@ class Outline:
 
     def raw_text(self, after_minus, after_statement):
         """
-        Add the text up to the next tag and return how the tag begins, None at the end. Like
-        transformers' Jinja, drop white space around a tag with a minus, and around statements and
-        comments on a line of their own.
+        Add the text up to the next tag and return how the tag begins, None at the end. Drop the
+        white space that transformers' Jinja drops: that on the side of a tag that has a minus; the
+        newline after a statement or a comment; the indentation before one that begins its line.
         """
         source = self.source
         if after_statement and not after_minus and source[self.at:self.at + 1] == "\n":
@@ -178,9 +181,9 @@ class Outline:
         if tag and source[end + 2:end + 3] == "-":
             text = text.rstrip(BLANKS)
         elif tag and tag[0] != "{{":
-            line = start + len(text.rstrip(" \t"))
-            if line == 0 or source[line - 1] == "\n":
-                text = source[start:line]
+            indent = start + len(text.rstrip(" \t"))  # where the blanks before the tag begin
+            if indent == 0 or source[indent - 1] == "\n":
+                text = source[start:indent]
         self.add(text)
         self.at = end + 2 if tag else end
         return tag and tag[0]
@@ -199,10 +202,10 @@ class Outline:
                 self.name(name)
             else:
                 depth += (c == "{") - (c == "}" and depth > 0)
-                if c not in BLANKS + "+~-":  # these join texts
+                if c not in BLANKS + "+~-":  # texts are joined by + and ~; a - belongs to the tag
                     self.variable()
                 self.at += 1
-            before = c
+            before = c  # of a string or a name: its first character
         if is_statement:
             self.variable()
 
@@ -232,7 +235,7 @@ class Outline:
 
 
 def find_template(outline):
-    """Return the Template with all its signs in an outline and no sign of a similar one, or None"""
+    """Return the first Template whose signs an outline has, and none of whose others, or None."""
     for template in TEMPLATES:
         has_signs = all(sign in outline for sign in template.signs)
         if has_signs and not any(other in outline for other in template.others):
@@ -242,8 +245,8 @@ def find_template(outline):
 
 def default_system(template, outline):
     """
-    Return the template's own system prompt, for conversations without one: the first text in the
-    outline between system_open and system_close without code; "" if there is none.
+    Return the template's own system prompt, for conversations without one: in the outline, the
+    first constant text between system_open and system_close; "" if there is none.
     """
     if not template.system_open:
         return ""
@@ -256,18 +259,19 @@ def default_system(template, outline):
 
 # ---- encoding ------------------------------------------------------------------------------------
 
-# The characters with Unicode's property White_Space, which a marker swallows after itself.
+# The characters with Unicode's property White_Space, which a marker swallows after itself
+# if the template has markers_eat_space.
 WHITE_SPACE = ("\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
                "\u2009\u200a\u2028\u2029\u202f\u205f\u3000")
 
 
 class Chat:
     """
-    A chat template with a vocabulary. source: the Jinja source; tokenizer: its vocabulary. Raises
-    ValueError for a source that is not known.
+    Encodes conversations by a chat template. source: its Jinja source; tokenizer: the vocabulary.
+    Raises ValueError for a source that is not known.
 
-    Attributes: template; source; tokenizer: the same vocabulary, in which the template's markers
-    are control tokens, added at its end where missing; stop: the token that ends an answer.
+    Attributes: template; source; tokenizer: the vocabulary with markers(tokenizer) as control
+    tokens, which are added at its end if it lacks them; stop: the token that ends an answer.
     """
 
     def __init__(self, source, tokenizer):
@@ -277,7 +281,8 @@ class Chat:
             names = ", ".join(template.name for template in TEMPLATES)
             raise ValueError(f"its chat template is unknown, expected one of {names}")
         self.system = ""
-        if "enable_thinking" not in source:  # its texts are only there if the caller asks for it
+        # Sources with enable_thinking contain texts that they write only if a caller sets it.
+        if "enable_thinking" not in source:
             self.system = default_system(self.template, outline)
         self.tokenizer = tokenizer.with_control(self.markers(tokenizer))
         self.controls = {piece.decode(errors="replace"): i for i, (piece, _, kind)
@@ -287,20 +292,21 @@ class Chat:
 
     def markers(self, tokenizer):
         """
-        Return the markers that must be control tokens: those of the vocabulary, and all of them if
-        it lacks the one that ends an answer. Other missing ones stay text, as in TinyLlama.
+        Return the markers that are to be control tokens: those that the vocabulary has. But if it
+        lacks the marker that ends an answer, the model was not trained with this template: then
+        all. A model like TinyLlama, whose answers end with EOS, was trained with markers as text.
         """
         pieces = {piece for piece, _, kind in tokenizer.pieces() if kind in (CONTROL, USER_DEFINED)}
         template = self.template
         if template.stop and template.stop.encode() not in pieces:
-            return template.marks
-        return [mark for mark in template.marks if mark.encode() in pieces]
+            return template.markers
+        return [marker for marker in template.markers if marker.encode() in pieces]
 
     def encode(self, turns):
         """
         Return (ids, marks), two lists of int of the same length, of a conversation. turns: [(role,
-        text)], of the roles system (the first turn or none), then user and assistant in turn. After
-        a last turn of the user, the ids end where the answer begins.
+        text)], at most one system prompt, then user and assistant alternately. If the last turn is
+        the user's, the ids end where the answer begins.
         """
         ids, marks = [], []
 
@@ -320,7 +326,7 @@ class Chat:
             begin = self.user_turn(turn, number == 0, system, text)
             add(turn)
             if number:
-                marks[start] |= TARGET  # the token that ends the answer before
+                marks[start] |= TARGET  # the token that ends the previous answer
             marks[start + begin] |= TURN
         if turns[-1][0] == "assistant":
             start, end = len(ids), Turn(self, begun=True)
@@ -330,7 +336,8 @@ class Chat:
         marks[0] |= FIRST
         return ids, marks
 
-    # What instruments.write_samples needs of a vocabulary, for the first turn of a conversation.
+    # In instruments.write_samples, a Chat takes the place of a Tokenizer: a prompt is the first
+    # turn of a conversation, and the token that ends an answer ends the text.
 
     def encode_prompt(self, text):
         return self.encode([("user", text)])[0]
@@ -348,9 +355,9 @@ class Chat:
 
     def user_turn(self, turn, is_first, system, text):
         """
-        Add the user's turn, up to where the answer begins, and what ends the answer before. Return
-        the index of the token that begins the turn itself, after the end of the answer or the
-        opening of the conversation.
+        Add to `turn` what ends the previous answer or begins the conversation, and then the user's
+        turn, up to where the answer begins. Return the index in turn.ids of the token with which
+        the user's turn itself begins.
         """
         template = self.template
         if not is_first:
@@ -358,8 +365,9 @@ class Chat:
         elif template.begin is not None:
             turn.markup(template.begin)
         elif self.begins_with_bos:
-            turn.token(self.tokenizer.bos_id, is_mark=False)
-            # transformers adds the BOS of a vocabulary after encoding, that of a template before.
+            turn.token(self.tokenizer.bos_id, is_marker=False)
+            # transformers encodes the text that follows, and then adds the vocabulary's BOS: so
+            # this text has its leading space. A BOS of the template's source is part of the text.
             turn.begun = not self.tokenizer.add_bos
         begin = None
         if template.open:
@@ -376,7 +384,7 @@ class Chat:
             begin = turn.place(template.user_open)
         turn.markup(template.user_open)
         turn.text += text
-        if template.strip_together:  # the text may be nothing but white space
+        if template.strip_together:  # a text of white space alone takes that before it along
             turn.text = turn.text[:system_begin] + turn.text[system_begin:].rstrip()
         turn.markup(template.user_close)
         return begin
@@ -396,7 +404,9 @@ class Chat:
     def answer(self, text):
         """Return the Turn of an answer, without the marker that ends it."""
         template, turn = self.template, Turn(self, begun=True)
-        turn.after_mark = template.marks_eat_space and template.stop in self.controls
+        # The user's turn ended with a marker, before the answer. Only with a stop marker in the
+        # vocabulary are the markers tokens, see `markers`.
+        turn.after_marker = template.markers_eat_space and template.stop in self.controls
         if template.strip or template.strip_answer:
             text = text.strip()
         turn.markup(template.answer_open)
@@ -407,36 +417,37 @@ class Chat:
 
 class Turn:
     """
-    The tokens of a turn so far. text: what is not encoded yet; begun: the text gets no leading
-    space; after_mark: the text follows a marker that swallows white space.
+    The tokens of a turn so far. text: what is not encoded yet; begun: whether the text continues
+    one, so that it gets no leading space; after_marker: whether it follows a marker that swallows
+    white space.
     """
 
     def __init__(self, chat, begun):
-        self.chat, self.ids, self.text, self.begun, self.after_mark = chat, [], "", begun, False
+        self.chat, self.ids, self.text, self.begun, self.after_marker = chat, [], "", begun, False
 
     def end_text(self):
         """Encode the pending text."""
         tokenizer = self.chat.tokenizer
-        text = self.text.lstrip(WHITE_SPACE) if self.after_mark else self.text
+        text = self.text.lstrip(WHITE_SPACE) if self.after_marker else self.text
         self.ids += (tokenizer.encode_inside if self.begun else tokenizer.encode)(text)
         if text:
-            self.begun, self.after_mark = True, False
+            self.begun, self.after_marker = True, False
         self.text = ""
 
-    def token(self, token, is_mark):
+    def token(self, token, is_marker):
         self.end_text()
         self.ids.append(token)
-        self.begun = is_mark or not self.chat.template.leading_space
-        self.after_mark = is_mark and self.chat.template.marks_eat_space
+        self.begun = is_marker or not self.chat.template.leading_space
+        self.after_marker = is_marker and self.chat.template.markers_eat_space
 
     def first_token(self, markup):
         """Return (length, id, whether it is a marker) of the token that begins markup, or None."""
         tokenizer = self.chat.tokenizer
         if markup[0] in (BOS, EOS):
             return 1, tokenizer.bos_id if markup[0] == BOS else tokenizer.eos_id, False
-        for mark in self.chat.template.marks:
-            if markup.startswith(mark) and mark in self.chat.controls:
-                return len(mark), self.chat.controls[mark], True
+        for marker in self.chat.template.markers:
+            if markup.startswith(marker) and marker in self.chat.controls:
+                return len(marker), self.chat.controls[marker], True
         return None
 
     def markup(self, markup):
@@ -444,14 +455,14 @@ class Turn:
         while markup:
             length = 1
             if found := self.first_token(markup):
-                length, token, is_mark = found
-                self.token(token, is_mark)
+                length, token, is_marker = found
+                self.token(token, is_marker)
             else:
                 self.text += markup[0]
             markup = markup[length:]
 
     def place(self, markup):
-        """Return the index of the first token of markup that is added next."""
+        """Return the index that the first token of `markup` will have if it is added next."""
         if markup and self.first_token(markup):
-            self.end_text()  # that token would do it
+            self.end_text()  # the token would end the text before it, too
         return len(self.ids)

@@ -3,10 +3,13 @@ Conversations as data: which records hold one, in which format, and what is wron
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}       OpenAI's
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}   ShareGPT's
-    {"prompt": "Hi", "response": "Hello"}                        also "completion"
-    {"instruction": "Add", "input": "1, 2", "output": "3"}       Alpaca's
+    {"prompt": "Hi", "response": "Hello"}                        or "completion"
+    {"instruction": "Add", "input": "1, 2", "output": "3"}       Alpaca's; "input" is optional
 
-A conversation is a list of (role, text): a system prompt or none, then user and assistant in turn.
+"prompt" and its answer may also both be lists of turns, like "messages".
+
+A conversation is a list of turns, (role, text): at most one system prompt, then user and assistant
+alternately.
 """
 import collections
 import hashlib
@@ -15,19 +18,20 @@ import re
 
 from engine.text.blocks import Unfit
 
-# {key that a record of the format has: name of the format}
+# The key by which a record is recognized -> the name of its format.
 FORMATS = {"messages": "OpenAI's messages", "conversations": "ShareGPT's conversations",
            "prompt": "prompts and responses", "instruction": "Alpaca's instructions"}
 LISTS = "messages", "conversations"             # keys of a list of turns
 ANSWERS = "response", "completion", "output"    # keys of the answer to a prompt or instruction
 KEYS = *FORMATS, *ANSWERS, "input", "system"    # all keys that are read
-# What the beginning of a file with conversations holds.
+# A file whose beginning matches this is likely to hold conversations.
 LOOKS = re.compile(f"""\"({'|'.join(LISTS)})\"\\s*:\\s*\\[\\s*\\{{|"""
                    f"""\"(prompt|instruction)\"\\s*:.*?\"({'|'.join(ANSWERS)})\"\\s*:""", re.S)
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
-ADVICE = "train.py --checks=-files or data.py --skip_bad=True leaves out such conversations"
-# What can be wrong with a conversation: the words in which the report counts it.
+ADVICE = ("train.py --checks=-files or data.py --skip_bad=True leaves out damaged conversations "
+          "and counts them")
+# What can be wrong with a conversation, as report() puts it.
 DAMAGED = "damaged"
 REPEATED = "the same as an earlier one"
 UNANSWERED = "without an answer"
@@ -36,8 +40,8 @@ EMPTY = "with an empty answer"
 
 def format_of(record, columns):
     """
-    Return the key in FORMATS by which a JSON object is a conversation, or None. columns: names that
-    the column of text may have; a record with a text under one of them is a text.
+    Return the key in FORMATS by which a JSON object is a conversation, or None if it is not one.
+    columns: keys of the setting `column`; an object with a string under one of them is a text.
     """
     if not isinstance(record, dict) or any(isinstance(record.get(name), str) for name in columns):
         return None
@@ -48,7 +52,10 @@ def format_of(record, columns):
 
 
 def stored(record):
-    """Return the part of a record that `conversation` reads, for a copy of the file."""
+    """
+    Return what `conversation` reads of a record, without fields that are null. Tables are converted
+    to JSON lines of these.
+    """
     return {key: record[key] for key in KEYS if record.get(key) is not None}
 
 
@@ -117,18 +124,18 @@ def text_of(value, name):
 
 
 def check_order(roles):
-    """Raise ValueError unless the roles are system or none, then user and assistant in turn."""
+    """Raise ValueError unless user and assistant alternate, after at most one system prompt."""
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
         shown = ", ".join(roles[:6]) + (", ..." if len(roles) > 6 else "")
-        raise ValueError(f"its roles are {shown}, expected user and assistant in turn, after one "
-                         "system prompt or none")
+        raise ValueError(f"its roles are {shown}, expected user and assistant alternately, after "
+                         "at most one system prompt")
 
 
 def trained_part(turns):
     """
-    Return (the turns up to the last answer, None), or ([], what is wrong): an answer without text
-    would teach a model to say nothing.
+    Return (the turns up to the last answer, None), or ([], what is wrong). Conversations without an
+    answer have nothing to train on, and an empty answer would teach a model to say nothing.
     """
     if turns[-1:] and turns[-1][0] != "assistant":
         turns = turns[:-1]
@@ -142,22 +149,23 @@ def trained_part(turns):
 
 class Intake:
     """
-    Checks the conversations of a source, file by file, and counts what is left out. skip_bad: leave
-    out damaged ones, too, instead of refusing their file.
+    Checks the conversations of what --data names, file by file, and counts those that are left out:
+    repeated, unanswered and empty ones always, damaged ones if skip_bad. Without skip_bad, a file
+    with a damaged one is refused.
 
-        intake.begin(path)  # also before a file is read once more, from a converted copy
-        ...                 # is_conversation and keeps for each record
+        intake.begin(path)  # again, if reading starts anew: the counts of this file are dropped
+        ...                 # for each record: is_conversation, and if it is one, keeps
         intake.accept()     # the file was read to its end
     """
 
     def __init__(self, skip_bad=False):
         self.skip_bad, self.seen = skip_bad, set()
         self.formats = collections.Counter()  # {key in FORMATS: conversations kept}
-        self.faults = {}  # {what is wrong: [count, the first place, for DAMAGED with its reason]}
-        self.files = {}   # {True for conversations, False for texts: first file of that kind}
+        self.faults = {}  # {what is wrong: (count, where the first is; if DAMAGED: and why)}
+        self.files = {}   # {True: the first file with conversations, False: the first with texts}
 
     def begin(self, path, unit="line"):
-        """Begin a file. unit: what holds a record of it, for messages."""
+        """Begin a file. unit: what an error message calls a record's place, "line" or "row"."""
         self.path, self.unit = path, unit
         self.kind = None  # True if its records are conversations, False if texts
         self.file_seen, self.file_formats, self.file_faults = set(), collections.Counter(), {}
@@ -167,28 +175,28 @@ class Intake:
         self.seen |= self.file_seen
         self.formats += self.file_formats
         for fault, (count, first) in self.file_faults.items():
-            before, earlier = self.faults.get(fault, (0, f"{self.path}, {first}"))
-            self.faults[fault] = before + count, earlier
+            total, first = self.faults.get(fault, (0, f"{self.path}, {first}"))
+            self.faults[fault] = total + count, first
         if self.kind is not None:
             self.files.setdefault(self.kind, self.path)
 
     def is_conversation(self, key, where):
         """
-        Return whether a record with this format_of is a conversation. Raises Unfit if the records
-        before it are of the other kind.
+        Return whether a record is a conversation. key: format_of the record. where: its place, such
+        as "line 3". Raises Unfit if the records before it are of the other kind.
         """
         kind = key is not None
         if self.kind not in (None, kind):
-            kinds = "texts", "conversations"
-            raise Unfit(f"{where} is of {kinds[kind]}, the records before it of "
-                        f"{kinds[self.kind]}", "expected one kind in a file")
+            names = {True: "a conversation", False: "a text"}
+            raise Unfit(f"{where} is {names[kind]}, but the file began with {names[self.kind]}",
+                        "expected one kind in a file")
         self.kind = kind
         return kind
 
     def keeps(self, record, key, where):
         """
-        Return whether to train on the conversation in a record. Raises Unfit if it is damaged,
-        unless skip_bad.
+        Return whether to train on the conversation in a record, and count it. Raises Unfit if it is
+        damaged, unless skip_bad.
         """
         try:
             turns, fault = trained_part(conversation(record, key))
@@ -212,6 +220,7 @@ class Intake:
         if not self.formats and not self.faults:
             return ""
         found = [f"{count:,} in {FORMATS[key]} format" for key, count in self.formats.items()]
+        # The line begins with the name: do not repeat it if it is that of the only file.
         left_out = [f"{count:,} {fault} (the first: {where.removeprefix(f'{name}, ')})"
                     for fault, (count, where) in self.faults.items()]
         line = f"{name}: conversations: {', '.join(found) or 'none'}"
