@@ -319,19 +319,17 @@ def accumulation(ctx):
     """
     set_deterministic_mode(ctx)
     x, y = ctx.small
-    # The mean of the micro-batches' means equals the mean over the batch only if all sequences have
-    # the same number of targets. Replace masked targets by token 0, except in sequences whose
-    # targets are all masked.
-    y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
-    real = (y >= 0).any(1).sum().item()
+    targets = (y >= 0).sum().item()
+    total = distributed.total(targets)
+    if not total:  # of conversations that are cut short, no answer may be left
+        raise Skip
     recorder = GradientRecorder(ctx.model, copy.deepcopy(ctx.scale))
     _, norm, _ = ctx.step(0, ctx.model, recorder, (x, y))
     set_deterministic_mode(ctx)
     x, y = distributed.to_device(ctx.device, x, y)
     accumulated = ctx.config.gradient_accumulation_steps
-    # As in train_step: this process's number of sequences with targets, relative to its nominal
-    # number of sequences, which is batch_size * accumulated / world.
-    share = real * distributed.world / (ctx.config.batch_size * accumulated)
+    # As in train_step: this process's number of targets, relative to the mean over processes.
+    share = targets * distributed.world / total
     with ctx.amp:
         value = ctx.model(x, y)[1] * share
     (value * ctx.scale.factor).backward()
