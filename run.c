@@ -184,7 +184,7 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
         if (!b.n_active) continue;
         evaluate(r, b.active, b.n_active);
         if (!middle) {
-            middle = seconds(), prompt_tokens = r->evaluated;
+            middle = seconds(), prompt_tokens = r->n_evaluated;
             if (r->prompt_cache) save_prompt(r, b.active[0]);
         }
         continue_texts(r, &b);
@@ -192,17 +192,17 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
     }
     double end = seconds();
     free(b.streams);
-    if (!r->evaluated) return;
+    if (!r->n_evaluated) return;
     if (r->lookup.on)
         fprintf(stderr, "lookup: %lld of %lld guessed tokens were right\n",
                 (long long)r->lookup.n_right, (long long)r->lookup.n);
     if (n > 1) {
-        fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n, (long long)r->evaluated,
-                (double)r->evaluated / (end - r->began));
+        fprintf(stderr, "%d texts: %lld tokens evaluated, tok/s: %f\n", n,
+                (long long)r->n_evaluated, (double)r->n_evaluated / (end - r->began));
         return;
     }
     fprintf(stderr, "achieved tok/s: %f\n",
-            (double)(r->evaluated - prompt_tokens) / (end - middle));
+            (double)(r->n_evaluated - prompt_tokens) / (end - middle));
     fprintf(stderr, "prompt: %lld tokens evaluated, tok/s: %f\n", (long long)prompt_tokens,
             (double)prompt_tokens / (middle - r->began));
 }

@@ -832,11 +832,14 @@ FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "fir
 
 def prefixes_first(tokenizer):
     """
-    Return whether texts contain control tokens, as a chat template writes them, and the vocabulary
-    puts a space before a text: that space must then not come after each control token.
+    Return whether texts contain ChatML's control tokens, and the vocabulary puts a space before a
+    text: Hugging Face must then put that space before the first piece of text alone, not after each
+    control token. Its step for that, unlike sentencepiece, adds no space to a text that begins with
+    one.
     """
-    kinds = [kind for _, _, kind in tokenizer.pieces()]
-    return tokenizer.add_dummy_prefix and kinds.count(CONTROL) > 2  # more than BOS and EOS
+    has_chat = any(piece == b"<|im_start|>" and kind == CONTROL
+                   for piece, _, kind in tokenizer.pieces())
+    return tokenizer.add_dummy_prefix and has_chat
 
 
 def normalizers(tokenizer):

@@ -9,7 +9,9 @@
 typedef struct {
     llamac_model *model;
     llamac_info info;
-    llamac_options options; // options.positions is the context: max tokens that the model sees
+    // options.positions: the max tokens that the model may see. The engine is started for as many
+    // or, where the texts are shorter, for fewer: llamac_positions(engine)
+    llamac_options options;
     llamac_engine *engine;
     llamac_sampler sampler;   // with which a stream begins
     const char *const *stops; // (n_stops,) strings before which a text ends
@@ -22,8 +24,8 @@ typedef struct {
     // for evaluate
     llamac_batch_token *batch; // (capacity,)
     int capacity;
-    int64_t evaluated; // tokens so far, without wrong guesses
-    double began;      // time of the first call of evaluate
+    int64_t n_evaluated; // tokens of all texts so far, without wrong guesses
+    double began;        // time of the first call of evaluate
     Lookup lookup;
     llamac_grammar **grammars; // (n_grammars,) that no text uses at the moment
     int n_grammars;
@@ -32,32 +34,37 @@ typedef struct {
 typedef struct {
     llamac_sequence *sequence;
     llamac_sampler sampler;
-    int *window;       // (positions,) tokens that the model sees
-    int length;        // of the window
-    int evaluated;     // tokens of the window whose keys and values are cached
+    int *window;       // (llamac_positions(engine),) tokens that the model sees
+    int length;        // tokens in the window
+    int evaluated;     // how many of them, from the first on, have keys and values in the cache
     bool slid;         // the window has slid at least once
-    int prompt_tokens; // of the text, BOS included
+    int prompt_tokens; // tokens of the prompt, BOS included
     // The text that is being continued
-    llamac_text *text;        // of the sampled tokens
-    llamac_grammar *grammar;  // which these obey, or NULL
-    int sampled, max;         // tokens
-    int last;                 // latest sampled token
-    int result;               // of llamac_text_add for it; LLAMAC_STOP if an object is complete
-    int at;                   // place of the window's last token in the latest batch
-    int guesses[MAX_GUESSES]; // (n_guesses,) tokens that follow it there
-    int n_guesses, max_guesses;
+    llamac_text *text;       // makes text of the sampled tokens
+    llamac_grammar *grammar; // masks the tokens of a JSON object; NULL: the text is none
+    int sampled, max;        // number of sampled tokens, and its limit
+    int last;                // latest sampled token
     bool done;
-    Text out; // may be shown, but is not printed yet
+    // How the text ended: LLAMAC_END, LLAMAC_STOP (also if a JSON object is complete), or
+    // LLAMAC_MORE if it reached its limit
+    int result;
+    // What the latest batch has of the stream
+    int at;                   // index in the batch of its latest token that is not a guess
+    int guesses[MAX_GUESSES]; // (n_guesses,) the tokens after that one
+    int n_guesses;
+    int max_guesses; // to try next; 0: the stream has not guessed yet
+    Text out;        // bytes that may be shown, but are not printed yet
 } Stream;
 
-// Starts the engine. Its sequences have up to `positions` tokens; the caller passes at most the
-// context.
+// Starts the engine for sequences of up to `positions` tokens, r->options.positions at most. Dies if
+// it cannot be started.
 static void start(Run *r, int positions) {
     llamac_options o = r->options;
     llamac_error error;
     o.positions = positions;
     r->engine = llamac_start(r->model, &o, &error);
     if (!r->engine) {
+        // The message begins with what the user may have to change
         const char *subject = !strcmp(o.device, "cuda") ? "cuda" : "start";
         if (o.isa && strstr(error.text, "instruction set")) subject = "LLAMAC_ISA";
         die(subject, "%s", error.text);
@@ -87,8 +94,8 @@ static void open_copy(const Run *r, Stream *s, const Stream *from) {
     s->length = from->length, s->evaluated = from->evaluated, s->slid = from->slid;
 }
 
-// Frees all but the text that waits to be printed. Its grammar is left to later texts, because it
-// takes long to create.
+// Frees all of a stream but s->out, which waits to be printed. The grammar goes to r->grammars for
+// later texts, because it takes long to create.
 static void close_stream(Run *r, Stream *s) {
     if (s->grammar) {
         r->grammars = resize(r->grammars, r->n_grammars + 1, sizeof *r->grammars);
@@ -101,11 +108,11 @@ static void close_stream(Run *r, Stream *s) {
     s->sequence = NULL, s->text = NULL, s->window = NULL;
 }
 
-// Makes room in the window: its first half then holds the latest tokens of the stream, ending with
-// the n new ones (only the last of them if n exceeds the half). If the half has two places or more,
-// the first token of the stream, usually BOS, replaces the oldest of these. This half is evaluated
-// again. The other half fills before the window slides again, so each token is evaluated twice on
-// average, however long the text is.
+// Makes room in the window for n new tokens. Afterwards its first half holds the latest tokens of
+// the stream, old ones and then the new ones; of more new tokens than fit into the half, only the
+// latest. If the half has two places or more, the stream's first token, usually BOS, takes the first
+// place. The half has to be evaluated again. The window slides next when the other half is full: by
+// then each token has been evaluated about twice, however long the text is.
 static void slide(Stream *s, int positions, const int *tokens, int n) {
     int half = positions > 3 ? positions / 2 : 1;
     int first = s->length ? s->window[0] : tokens[0];
@@ -116,8 +123,8 @@ static void slide(Stream *s, int positions, const int *tokens, int n) {
     s->length = half, s->evaluated = 0, s->slid = true;
 }
 
-// Adds n tokens to the window, which slides if it has no room for them; new tokens that do not fit
-// into its half are never evaluated.
+// Adds n tokens to the window. If it has no room for them, it slides, and of more tokens than half a
+// window the first are left out: they are never evaluated.
 static void feed(const Run *r, Stream *s, const int *tokens, int n) {
     int positions = llamac_positions(r->engine);
     if (n > positions - s->length) slide(s, positions, tokens, n);
@@ -136,19 +143,21 @@ static int add_guesses(Run *r, Stream *s, int count) {
     if (max > left) max = left;
     s->n_guesses = guess_tokens(s->window, s->length, max, s->guesses);
     for (int i = 0; i < s->n_guesses; i++)
-        r->batch[count++] = (llamac_batch_token){s->sequence, s->guesses[i], s->length + i, true};
+        r->batch[count++] = (llamac_batch_token){s->sequence, s->guesses[i], s->length + i,
+                                                 /*logits*/ true};
     return count;
 }
 
-// Evaluates the tokens of n streams that are not evaluated yet, in one batch. Of many streams, one
-// with a long prompt evaluates a part of it in each call, so that the others need not wait.
+// Evaluates, in one batch, those tokens of n streams that have not been evaluated. With two streams
+// or more, a call evaluates at most PROMPT_PART tokens of each, so that a long prompt does not keep
+// the others waiting.
 static void evaluate(Run *r, Stream **streams, int n) {
     enum { PROMPT_PART = 256 }; // tokens
     llamac_error error;
     int count = 0, n_guesses = 0;
-    bool one_each = true; // each stream goes on by the token that was sampled last
+    bool one_each = true; // each stream has one token to evaluate, which was sampled
     double begin = seconds();
-    if (!r->evaluated) r->began = begin;
+    if (!r->n_evaluated) r->began = begin;
     for (int i = 0; i < n; i++)
         one_each &= streams[i]->length - streams[i]->evaluated == 1 && streams[i]->sampled > 0;
     bool guess = one_each && may_guess(&r->lookup, n);
@@ -171,7 +180,7 @@ static void evaluate(Run *r, Stream **streams, int n) {
     }
     if (!llamac_evaluate(r->engine, r->batch, count, &error)) die("model", "%s", error.text);
     if (one_each) count_call(&r->lookup, n, n_guesses, seconds() - begin);
-    r->evaluated += count - n_guesses;
+    r->n_evaluated += count - n_guesses;
 }
 
 // Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
@@ -187,12 +196,13 @@ static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_
 }
 
 // Makes the next text of a stream, of `max` tokens at most, a JSON object. Fails if the vocabulary
-// cannot write one, or not in `max` tokens.
+// cannot spell JSON, or if no object fits into `max` tokens.
 static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
     if (!s->grammar && r->n_grammars) s->grammar = r->grammars[--r->n_grammars];
     if (!s->grammar) s->grammar = llamac_grammar_json(r->model, true, error);
     if (!s->grammar) return false;
     llamac_grammar_reset(s->grammar);
+    // Is any token allowed?
     if (max > 0 && memchr(llamac_grammar_allowed(s->grammar, max), 1, r->info.vocab_size))
         return true;
     snprintf(error->text, sizeof error->text,
@@ -201,8 +211,8 @@ static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
 }
 
 // Samples the next token of the stream from the logits of token i of the latest batch. Adds it to
-// the window, unless the text is done: the text ends at a token that ends it, before a stop string,
-// after s->max tokens, or as soon as it is the JSON object that it must be.
+// the window, unless the text is done: by a token that ends texts, such as EOS, before a stop string,
+// after s->max tokens, or as soon as its JSON object is complete.
 static void sample_next(const Run *r, Stream *s, int i) {
     llamac_error error;
     const char *shown;
@@ -210,7 +220,7 @@ static void sample_next(const Run *r, Stream *s, int i) {
     if (s->grammar) s->sampler.allowed = llamac_grammar_allowed(s->grammar, s->max - s->sampled);
     s->last = llamac_sample_at(r->engine, i, &s->sampler, &error);
     if (s->last < 0) die("model", "%s", error.text);
-    llamac_grammar_accept(s->grammar, s->last);
+    llamac_grammar_accept(s->grammar, s->last);          // does nothing without a grammar
     bool complete = llamac_grammar_complete(s->grammar); // false without a grammar
     s->result = llamac_text_add(s->text, s->last, &shown, &n, &error);
     if (s->result < 0) die("text", "%s", error.text);
@@ -225,8 +235,9 @@ static void sample_next(const Run *r, Stream *s, int i) {
     }
 }
 
-// Samples the next token of a stream whose tokens are all evaluated and, as long as the sampled
-// tokens are the guessed ones, those after them. The next batch replaces wrong guesses.
+// Samples the next token of a stream whose tokens are all evaluated. As long as the sampled token is
+// the guessed one, also samples the one after it. Wrong guesses stay in the sequence until the next
+// batch, whose tokens have the same positions, replaces them.
 static void sample_stream(Run *r, Stream *s) {
     int right = 0;
     sample_next(r, s, s->at);
@@ -237,7 +248,7 @@ static void sample_stream(Run *r, Stream *s) {
     if (!s->n_guesses) return;
     s->max_guesses = next_guesses(s->n_guesses, right);
     count_right(&r->lookup, right);
-    r->evaluated += right;
+    r->n_evaluated += right;
 }
 
 // Samples for each of n streams whose tokens are all evaluated.

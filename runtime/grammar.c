@@ -12,33 +12,38 @@ enum {
     MAX_SPACES = LLAMAC_JSON_SPACES,
     IN_ARRAY = 0, // the two types of containers, one bit each in a stack
     IN_OBJECT = 1,
-    NEVER = UINT16_MAX, // cost of a state from which no tokens complete the text
+    NEVER = UINT16_MAX, // in place of a number of tokens: no tokens complete the text
 };
 _Static_assert(MAX_DEPTH <= 64, "a stack of containers is 64 bits");
 
 // ----------------------------------------------------------------------------
 // States
 
-// Within a string. A key has the same states, N_IN_STRING higher.
+// States within a string. IN_STRING + one of these is a state of the text; IN_KEY + one of these is
+// the same within a key.
 enum {
     TEXT_NEXT,
     ESCAPE_NEXT, // after a backslash
-    HEX_1,       // before the first of the four digits of \uXXXX
+    HEX_1,       // HEX_n: before digit n of the four of \uXXXX
     HEX_2,
     HEX_3,
     HEX_4,
-    AFTER_HEX_D, // the first digit was D; \uDC00 to \uDFFF must follow \uD800 to \uDBFF
-    HIGH_3,
+    // The first digit was D. After 8 to B the code is a high surrogate, \uD800 to \uDBFF, which must
+    // be followed by a low one, \uDC00 to \uDFFF
+    AFTER_HEX_D,
+    HIGH_3, // HIGH_n: before digit n of the high surrogate
     HIGH_4,
-    LOW_BACKSLASH,
+    LOW_BACKSLASH, // before the backslash, the u, and digits 1 and 2 of the low surrogate
     LOW_U,
     LOW_1,
     LOW_2,
     TAIL_1, // TAIL_n: n bytes of a UTF-8 character are missing, each 80 to BF
     TAIL_2,
     TAIL_3,
-    TAIL_E0, // after this byte, fewer bytes may follow: no overlong forms, no surrogates,
-    TAIL_ED, // nothing above U+10FFFF
+    // After byte E0, ED, F0 or F4: the next byte has a narrower range than 80 to BF, which excludes
+    // overlong forms, surrogates, and characters above U+10FFFF
+    TAIL_E0,
+    TAIL_ED,
     TAIL_F0,
     TAIL_F4,
     N_IN_STRING,
@@ -62,11 +67,11 @@ enum {
     AFTER_E,
     AFTER_E_SIGN,
     IN_EXPONENT,
-    IN_LITERAL, // one state for each byte of literal_rests
+    IN_LITERAL, // one state for each byte of literal_rests, which has 10
     IN_STRING = IN_LITERAL + 10,
     IN_KEY = IN_STRING + N_IN_STRING,
     N_STATES = IN_KEY + N_IN_STRING,
-    // transitions that depend on the stack
+    // No states, but results of `transition` where the next state depends on the stack
     OPENS_ARRAY = N_STATES,
     OPENS_OBJECT,
     CLOSES_ARRAY,
@@ -165,6 +170,7 @@ static int transition(int state, int byte) {
     }
     if (state >= IN_LITERAL) {
         if (byte != literal_rests[state - IN_LITERAL]) return REFUSED;
+        // The last byte of a literal: the next state belongs to another one, or to strings
         bool last = state + 1 == IN_FALSE || state + 1 == IN_NULL || state + 1 == IN_STRING;
         return last ? AFTER_VALUE : state + 1;
     }
@@ -208,19 +214,20 @@ static bool ends_value(int state) {
 
 // What a token does from a state. Bit 0 of a stack is the innermost container.
 typedef struct {
-    uint64_t opened;   // containers that the token opens and leaves open
-    uint64_t expected; // containers that must be open before it, because it closes them, or because
-                       // what follows a comma depends on the innermost one
-    uint8_t n_closed;  // number of containers that were open before and that it closes
+    uint64_t opened; // containers that the token opens and leaves open
+    // Containers that must be open before the token: those that it closes, and one that is innermost
+    // at a comma, because that decides what may follow the comma
+    uint64_t expected;
+    uint8_t n_closed; // number of containers that were open before and that it closes
     uint8_t n_opened, n_expected;
-    uint8_t peak; // max depth within the token, relative to the depth before it
+    uint8_t peak; // how much deeper than before the token it nests at its deepest point
     uint8_t first_spaces, last_spaces; // bytes of whitespace outside strings at both ends
     uint8_t blank;                     // nothing but such whitespace
     uint8_t end;                       // the state after it
 } Effect;
 _Static_assert(sizeof(Effect) == 24, "effects are compared by memcmp, so they have no padding");
 
-// Shifts that allow 64 bits.
+// Shifts by n = 64, too, which C leaves undefined.
 static uint64_t shift_left(uint64_t x, int n) { return n < 64 ? x << n : 0; }
 static uint64_t shift_right(uint64_t x, int n) { return n < 64 ? x >> n : 0; }
 
@@ -231,12 +238,14 @@ typedef struct {
     bool only_spaces;
 } Partial;
 
-// Returns whether the token has neither opened nor met the container that is the innermost now.
+// Returns whether the type of the container that is innermost now is unknown: the token has not
+// opened it, and nothing has been assumed about it by `expect`.
 static bool innermost_is_unknown(const Effect *e) {
     return e->n_opened == 0 && e->n_expected == e->n_closed;
 }
 
-// Assumes the type of the innermost container. Returns false if the token nests too deep.
+// Assumes the type of the innermost container, which is unknown. Returns false if no stack has so
+// many containers.
 static bool expect(Effect *e, int type) {
     if (e->n_expected == MAX_DEPTH) return false;
     e->expected |= (uint64_t)type << e->n_expected++;
@@ -279,7 +288,8 @@ static bool read_byte(Partial *p, int next, bool space) {
     case CLOSES_ARRAY: p->state = AFTER_VALUE; return close_container(&p->effect, IN_ARRAY);
     case CLOSES_OBJECT: p->state = AFTER_VALUE; return close_container(&p->effect, IN_OBJECT);
     case COMMA:
-        if (innermost_is_unknown(&p->effect)) return false; // see find_effects
+        // find_effects has assumed a type before it reads such a comma
+        if (innermost_is_unknown(&p->effect)) return false;
         p->state = innermost(&p->effect) == IN_OBJECT ? KEY_NEXT : VALUE_NEXT;
     }
     return true;
@@ -287,8 +297,9 @@ static bool read_byte(Partial *p, int next, bool space) {
 
 struct llamac_grammar {
     const llamac_model *model;
-    int vocab_size, first_state; // first_state: of a text
-    bool is_copy;                // the tables below belong to another grammar
+    int vocab_size, first_state; // first_state: the state in which a text begins
+    bool is_copy; // of llamac_grammar_copy: what the pointers below point to belongs to another
+                  // grammar, except `allowed`
     // the text so far; the outermost container is bit depth - 1 of the stack
     int state, spaces, depth;
     uint64_t stack;
@@ -299,16 +310,17 @@ struct llamac_grammar {
     int first_effect[N_STATES + 1];
     int *tokens;      // by effect; ascending within one
     int *first_token; // (n_effects + 1,)
-    // The effect that most tokens of a state have, and a mask of these tokens, to copy. NULL: they
-    // are so few that a mask would not be faster
+    // The effect that most tokens of a state have, and a mask of these tokens, to be copied. The mask
+    // is NULL if they are so few that a mask would not be faster
     int common_effect[N_STATES];
     uint8_t *common[N_STATES];
 
     struct Closing *closings;
     int n_closings;
     uint16_t value_costs[N_STATES]; // tokens that end the value, see affordable
-    // Min tokens that complete a text, by depth and state, for the stack `costs_stack` of depth
-    // `costs_depth`. Row d belongs to the d outermost containers, and depends on no others.
+    // A cache: min tokens that complete a text, by depth and state, for the stack `costs_stack` of
+    // depth `costs_depth`. Row d depends on the d outermost containers alone, so it stays valid as
+    // long as they stay open
     uint16_t costs[MAX_DEPTH + 1][N_STATES];
     uint64_t costs_stack;
     int costs_depth;
@@ -319,7 +331,7 @@ struct llamac_grammar {
 // A key follows a comma in an object, a value follows it in an array. If the token has not opened
 // that container, the container's type is unknown, and the token is read in both ways. Both ways
 // allow a string next. The byte after the string ends one of them: only a key is followed by a
-// colon. So at the next comma of this kind one way is left.
+// colon. So only one way is left when another comma comes whose container is unknown.
 static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, size_t n,
                         Effect out[2]) {
     Partial parts[2] = {{.state = state, .only_spaces = state < IN_STRING}};
@@ -349,8 +361,8 @@ static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, si
     return n_parts;
 }
 
-// Returns whether a token can follow on a stack: the innermost containers are the expected ones, and
-// it does not nest too deep.
+// Returns whether a token with such an effect may come next: the innermost containers of the stack
+// are the expected ones, and the token does not nest too deep.
 static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected, int peak) {
     uint64_t mask = ~shift_left(~(uint64_t)0, n_expected); // of the containers that are compared
     return depth >= n_expected && !((stack ^ expected) & mask) && depth + peak <= MAX_DEPTH;
@@ -359,15 +371,16 @@ static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected
 // ----------------------------------------------------------------------------
 // Costs
 //
-// The cost of a state and a stack is the min number of tokens that complete the text, of tokens that
-// - close all containers that they open. Such a token keeps or lowers the depth, so the cost of a
-//   stack follows from the costs of its outer parts.
-// - do not begin with whitespace, so the cost does not depend on the whitespace before.
-// These tokens can close every container, because llamac_grammar_json requires the brackets as
-// tokens of one byte. From every state that has a cost, some token lowers the cost by 1. So a text
-// whose cost is within the token budget can always stay within it.
+// The cost of a state with a stack is the min number of tokens that complete the text. Only such
+// tokens count as
+// - close all containers that they open. They keep or lower the depth, so the costs of a stack follow
+//   from those of the stacks that it has without its innermost containers.
+// - do not begin with whitespace, so that the cost does not depend on the whitespace before.
+// They can close every container, because llamac_grammar_json requires the brackets as tokens of one
+// byte. The cost is the length of a shortest path, so from every state that has one, some token
+// leads to a state of a cost lower by 1: a text whose cost is within its max tokens can stay within.
 
-// The part of an effect that its cost depends on, for tokens that completions may consist of.
+// An effect that counts for costs, as far as they depend on it. `start`: the state before the token.
 typedef struct Closing {
     uint64_t expected;
     uint8_t n_expected, n_closed, peak, start, end;
@@ -378,7 +391,9 @@ static void compute_costs(llamac_grammar *g, uint64_t stack, int depth) {
     uint16_t *costs = g->costs[depth];
     for (int state = 0; state < N_STATES; state++)
         costs[state] = depth == 0 && ends_value(state) ? 0 : NEVER;
-    if (depth == 0) costs[OBJECT_NEXT] = 2; // {}, if no token has both
+    // The tokens { and }. The first is no Closing, since it leaves a container open. A token {} is
+    // one, and lowers this to 1
+    if (depth == 0) costs[OBJECT_NEXT] = 2;
     for (bool lowered = true; lowered;) {
         lowered = false;
         for (int i = 0; i < g->n_closings; i++) {
@@ -426,8 +441,8 @@ static uint64_t stack_after(const llamac_grammar *g, const Effect *e) {
 }
 
 // Returns whether the text can be completed with `left` tokens, the first of which has this effect.
-// An upper bound of the cost spares most calls to costs_of: the tokens that end the value, whatever
-// the stack is, and a closing bracket for each container.
+// Most calls need no costs_of, because an upper bound of the cost is low enough: the number of tokens
+// that end the value, whatever the stack is, plus one closing bracket for each container.
 static bool affordable(llamac_grammar *g, const Effect *e, int left) {
     int depth = depth_after(g, e), value_cost = g->value_costs[e->end];
     if (value_cost != NEVER && value_cost + depth < left) return true;
@@ -437,7 +452,7 @@ static bool affordable(llamac_grammar *g, const Effect *e, int left) {
 
 const uint8_t *llamac_grammar_allowed(llamac_grammar *g, int left) {
     if (!g) return NULL;
-    int common = g->common[g->state] ? g->common_effect[g->state] : -1; // its number
+    int common = g->common[g->state] ? g->common_effect[g->state] : -1; // index of an effect
     const Effect *common_effect = common >= 0 ? &g->effects[common] : NULL;
     if (common_effect && applies(g, common_effect) && affordable(g, common_effect, left))
         memcpy(g->allowed, g->common[g->state], g->vocab_size);
@@ -449,6 +464,7 @@ const uint8_t *llamac_grammar_allowed(llamac_grammar *g, int left) {
             g->allowed[g->tokens[k]] = 1;
     }
     const Tokenizer *t = &g->model->tokenizer;
+    // All tokens that may be ends in some template; llamac_ends knows the present one
     const int ends[] = {t->bos, t->eos, t->eot, g->model->stop};
     for (int i = 0; i < 4; i++)
         if (ends[i] >= 0 && ends[i] < g->vocab_size)

@@ -9,16 +9,16 @@
 typedef struct {
     const llamac_sequence *sequence; // NULL: it was freed since
     int row;                         // of its logits, or -1
-    int end;                         // tokens of the sequence up to this one
+    int end;                         // tokens of the sequence up to and including this one
 } EvaluatedToken;
 
 struct llamac_engine {
     // A copy of llamac_model.transformer and of its array of layers, because the backend may change
     // the pointers to weights
     Model model;
-    const Model *source; // the one of llamac_model, whose weights stay in host memory
+    const Model *source; // the original, llamac_model.transformer: its weights are in host memory
     Backend *backend;
-    const Kernels *kernels; // of the CPU, for logits in host memory
+    const Kernels *kernels; // CPU kernels, by which the sampler reads logits in host memory
     int chunk;              // max tokens in one pass through the backend
     int positions;          // max tokens of a sequence
     int n_threads;
@@ -27,14 +27,15 @@ struct llamac_engine {
     bool sample_only;     // llamac_options.sample_only
     float *x;             // (chunk, dim) residual stream, in the backend's memory
     float *attention_out; // (chunk, q_dim) output of attention, likewise
-    float *logits;        // (capacity, vocab_size) of the last call
-    int capacity;
-    bool on_host; // the last call wrote them to `logits`; else the backend's `choose` knows them
+    float *logits;        // (capacity, vocab_size) logits of the last call
+    int capacity;         // rows of `logits`
+    bool on_host;         // the last call wrote to `logits`; else its logits stayed in the backend,
+                          // which samples from them by `choose`
     int *tokens, *wanted; // (chunk,) of the pass, see Batch
     Run *runs;            // (chunk,) likewise
     EvaluatedToken *last; // (n,) tokens of the last call
-    int n;                // 0 after a failure
-    uint64_t calls;       // that evaluated tokens, so far
+    int n;                // how many; 0 after a failure
+    uint64_t calls;       // number of calls that evaluated tokens, failed ones included
     SamplerMemory sampler;
     Error note; // for llamac_note
 };
@@ -45,9 +46,9 @@ struct llamac_sequence {
     int *tokens;   // (capacity,)
     int length;    // tokens whose keys and values the cache has
     int capacity;  // of tokens
-    int row;       // of the logits of its latest token that has some
-    int row_end;   // tokens of the sequence up to that one
-    uint64_t call; // that computed them: they are lost after the next one. 0: none
+    uint64_t call; // number of the engine's call that evaluated tokens of it last; 0: none
+    int row;       // in that call: row of the logits of its latest token with logits, or -1
+    int row_end;   // tokens of the sequence up to and including that token
 };
 
 static const char no_engine[] = "the engine is NULL", no_sequence[] = "the sequence is NULL";
@@ -80,6 +81,7 @@ static void compute(const llamac_engine *engine, const Batch *batch) {
     else b->logits(b, batch->logits, &w->norm, &w->output, engine->x, n);
 }
 
+// Runs the model on a batch: by the ops, or as a whole where the backend has a way of its own.
 static void forward(llamac_engine *engine, const Batch *batch) {
     Backend *b = engine->backend;
     // If begin returns false, the backend computes the batch itself, and the ops are not called
@@ -136,7 +138,8 @@ llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e)
     return copy;
 }
 
-// Drops the tokens from n on.
+// Drops the tokens from n on. Returns false without memory: a page of the cache that is shared with
+// another sequence is copied before it is changed.
 static bool drop_tokens(llamac_sequence *s, int n) {
     Backend *b = s->engine->backend;
     if (s->length > n) s->length = n;
@@ -166,11 +169,12 @@ bool llamac_sequence_save(const llamac_sequence *s, const char *path, Error *e) 
     clear(e);
     CHECK(s, no_sequence);
     StateOwner owner = owner_of(s->engine);
-    return llamac_write_state(path, &owner, s->cache, s->tokens, s->length, e)
-           || llamac_name_file(path ? path : "", e);
+    bool ok = llamac_write_state(path, &owner, s->cache, s->tokens, s->length, e);
+    if (!ok) llamac_name_file(path ? path : "", e);
+    return ok;
 }
 
-// Begins a sequence with what a file's bytes have.
+// Begins a sequence with the tokens, keys and values that are stored in the bytes of a file.
 static llamac_sequence *restore(llamac_engine *engine, const uint8_t *bytes, size_t size,
                                 Error *e) {
     StateOwner owner = owner_of(engine);
@@ -228,7 +232,7 @@ static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch
     for (int i = 0; i < n; i++) {
         llamac_sequence *s = batch[i].sequence;
         int pos = batch[i].position;
-        bool first = s->call != engine->calls; // of the sequence in this batch
+        bool first = s->call != engine->calls; // this is the sequence's first token in the batch
         CHECK(pos <= s->length && (first || pos == s->length),
               "a token at position %d, but the sequence has %d tokens; expected position %d%s", pos,
               s->length, s->length, first ? " or an earlier one" : "");
@@ -241,8 +245,8 @@ static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch
     return true;
 }
 
-// Makes room for the logits of n tokens. Does nothing if they can stay in the backend's memory,
-// from where `choose` samples the next token.
+// Decides where the logits of n tokens go, engine->on_host, and makes room for them if that is host
+// memory.
 static bool make_rows(llamac_engine *engine, int n, Error *e) {
     engine->on_host = !(engine->sample_only && engine->backend->choose && n <= 1);
     if (!engine->on_host || n <= engine->capacity) return true;
@@ -253,18 +257,20 @@ static bool make_rows(llamac_engine *engine, int n, Error *e) {
     return true;
 }
 
-// Returns the next pass: as many of the n tokens as the backend takes at once. Its logits are the
-// rows from `row` on.
+// Returns the next pass: as many of the n tokens as the backend takes at once. Their logits go to
+// the rows of engine->logits from `row` on.
 static Batch next_pass(llamac_engine *engine, const llamac_batch_token *batch, int n, int row) {
     Batch pass = {.tokens = engine->tokens, .runs = engine->runs, .wanted = engine->wanted};
-    if (engine->on_host && engine->logits) // NULL: no call has asked for logits yet
+    // NULL if no call has asked for logits yet: then this pass has no wanted tokens either
+    if (engine->on_host && engine->logits)
         pass.logits = engine->logits + (size_t)row * engine->model.config.vocab_size;
     const llamac_sequence *last = NULL;
     for (int t = 0; t < n && t < engine->chunk; t++) {
         const llamac_batch_token *token = &batch[t];
         if (token->sequence != last) {
             if (pass.n_runs == engine->backend->max_runs) break;
-            engine->runs[pass.n_runs++] = (Run){token->sequence->cache, t, 0, token->position};
+            engine->runs[pass.n_runs++] =
+                (Run){.cache = token->sequence->cache, .first = t, .n = 0, .pos = token->position};
             last = token->sequence;
         }
         engine->runs[pass.n_runs - 1].n++;
@@ -285,8 +291,8 @@ static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int
         for (int i = 0; i < pass.n_runs; i++) {
             const Run *run = &pass.runs[i];
             CHECK(b->reserve(b, run->cache, run->pos, run->n),
-                  "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer "
-                  "bits of each with --kv");
+                  "not enough memory for the context; run needs less with a smaller -n or -c, or "
+                  "with --kv q8");
         }
         forward(engine, &pass);
         const char *failure = b->failure ? b->failure(b) : NULL;
@@ -379,9 +385,9 @@ bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Erro
 
 // Memory of a call of llamac_embed.
 typedef struct {
-    int *wanted;   // (T,) 0, 1, ...
-    float *states; // (T, dim) of the wanted tokens of a pass; T: max tokens of a pass
-    double *sums;  // (dim,) of the states of all tokens
+    int *wanted;   // (T,) indices of the wanted tokens of a pass; T: max tokens of a pass
+    float *states; // (T, dim) their hidden states
+    double *sums;  // (dim,) sums of the states of all wanted tokens
 } EmbedMemory;
 
 // Evaluates n tokens in an empty cache, one pass after the other. Adds their hidden states to `sums`,
@@ -477,14 +483,14 @@ const char *llamac_cuda_open(Backend **b, Model *m, const Opening *o, Error *e) 
 static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening, Error *e) {
     Model *m = &engine->model;
     Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
-    CHECK(!gpu || !opening->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else "
-                                     "16, and cannot be changed; leave --kv out");
+    CHECK(!gpu || !opening->kv_bits, "a GPU keeps keys and values in 32 bits for float32 weights, "
+                                     "else in 16, and has no other way; leave --kv out");
     const char *wrong = gpu ? llamac_cuda_open(&engine->backend, m, opening, &text)
                             : llamac_cpu_open(&engine->backend, m, opening);
     CHECK(!wrong, "%s", wrong);
     Backend *b = engine->backend;
     size_t T = engine->chunk = opening->positions < b->chunk ? opening->positions : b->chunk;
-    if (b->max_runs > 1) T = engine->chunk = b->chunk; // of several sequences
+    if (b->max_runs > 1) T = engine->chunk = b->chunk; // several sequences share a pass
     engine->x = b->alloc(b, T * m->config.dim);
     engine->attention_out = b->alloc(b, T * m->config.q_dim);
     engine->tokens = resize(engine->tokens, T, sizeof(int));
@@ -509,7 +515,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     CHECK(cpu || automatic || !strcmp(device, "cuda"),
           "'%.40s' is no device, expected cpu, cuda or auto", device);
     CHECK(cpu || automatic || HAS_CUDA,
-          "this program computes on the CPU; make runcuda builds the one for GPUs");
+          "this program computes on the CPU; `make runcuda` builds the one for GPUs");
     CHECK(o->positions >= 0 && o->positions <= c->seq_len,
           "%d positions, but the model's context is %d", o->positions, c->seq_len);
     CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS,
@@ -538,7 +544,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
         Error gpu_error;
         if (open_backend(engine, true, &opening, &gpu_error)) return true;
         CHECK(automatic, "%s", gpu_error.text);
-        // fail only writes the note: the engine starts, on the CPU
+        // This is no failure: `fail` writes the note, and the engine starts on the CPU
         fail(&engine->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
     return open_backend(engine, false, &opening, e);
@@ -601,7 +607,8 @@ double llamac_bandwidth(const llamac_engine *engine) {
 // ----------------------------------------------------------------------------
 // Sampling
 
-// Samples from the logits of a row of the last call, after the first n of the tokens.
+// Samples the token after tokens (n,), from the row of logits of the last call that belongs to the
+// last of them. The penalties read these tokens.
 static int sample_row(llamac_engine *engine, llamac_sampler *sampler, int row, const int *tokens,
                       int n, Error *e) {
     Backend *b = engine->backend;
@@ -621,7 +628,8 @@ static int sample_row(llamac_engine *engine, llamac_sampler *sampler, int row, c
     return next;
 }
 
-// The same for a sampler of `size` bytes, whose state advances. Returns -1 after a failure.
+// Does the same for the sampler of a program in which the struct has `size` bytes, and advances its
+// state. Returns -1 after a failure.
 static int sample(llamac_engine *engine, llamac_sampler *sampler, size_t size, int row,
                   const int *tokens, int n, Error *e) {
     enum { MIN_SIZE = offsetof(llamac_sampler, topk) }; // the first version ended there
@@ -629,7 +637,7 @@ static int sample(llamac_engine *engine, llamac_sampler *sampler, size_t size, i
         return fail(e, "a llamac_sampler of %zu bytes, expected %d to %zu", size, MIN_SIZE,
                     sizeof *sampler),
                -1;
-    llamac_sampler all = {0}; // with the fields that the program does not know
+    llamac_sampler all = {0}; // fields that are newer than the program stay 0
     memcpy(&all, sampler, size);
     int next = sample_row(engine, &all, row, tokens, n, e);
     sampler->state = all.state;

@@ -101,7 +101,10 @@ def run_command(argv):
         forked.forget()
         sys.argv = [*argv[1:], *SHORT.get(argv[1], [])]
         return runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    return forked.script([*argv, *SHORT.get(argv[0], [])])
+    short = [*SHORT.get(argv[0], [])]
+    if any(word.startswith("--data=examples/chats") for word in argv):
+        short += ["--max_seq_len=192"]  # conversations need a context in which a turn fits
+    return forked.script([*argv, *short])
 
 
 # ---- the clone ----------------------------------------------------------------------------------------------------

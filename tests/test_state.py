@@ -93,14 +93,9 @@ def test_sha256_is_hashlibs(tmp_path):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_loaded_sequence_continues_to_the_bit(paths, tmp_path, monkeypatch, shape, bits, isa):
+def test_a_loaded_sequence_continues_to_the_bit(paths, tmp_path, shape, bits, isa):
     """In another engine, from less than a page of the cache over exactly one to several, and at last to the last position."""
-    class Options(llamac.Options):
-        def __init__(self, **options):
-            super().__init__(isa=isa.encode(), **options)
-
-    monkeypatch.setattr(llamac, "Options", Options)
-    one, other = started(paths[shape], bits), started(paths[shape], bits)
+    one, other = (started(paths[shape], bits, isa=isa) for _ in range(2))
     for n in (1, 15, 63, 64, 65, 128, 200, 250):
         sequence = evaluated(one, TOKENS[:n])
         sequence.save(tmp_path / "state")
