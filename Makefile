@@ -52,7 +52,7 @@ test-trackers:       ## do SwanLab and trackio hold the rows of log.jsonl? in an
 	cache/trackers/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c requirements-extras.txt pytest tqdm numpy swanlab trackio
 	cache/trackers/bin/python -m pytest -q -s tests/long_trackers.py
 
-mutations: .venv/test ## do the tests notice 200 changed operators, constants and conditions of Python? (two hours)
+mutations: .venv/test ## do the tests notice 200 changed operators, constants and conditions of Python? (under an hour on two idle cores)
 	$(VENV) -m tests.mutations 200 py --workers=2
 
 bench: .venv/demo run ## measure the speed of run with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)

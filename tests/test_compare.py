@@ -172,6 +172,14 @@ def test_a_groups_mean_stands_where_all_its_runs_have_values(folders):
     assert {"batch_size=2 (1)", "batch_size=4 (2)"} <= {t.firstChild.data for t in svg.getElementsByTagName("text")}
 
 
+def test_the_axis_of_losses_is_logarithmic_and_fills_the_frame():
+    line = np.arange(5.0), np.array([40.0, 20.0, 40 ** 0.5, 2.0, 1.0])
+    svg = xml.dom.minidom.parseString(f"<svg>{program.panel([('red', line, line)], 50, 'x', 2.0, 20.0)}</svg>")
+    for shown in svg.getElementsByTagName("polyline"):
+        points = [tuple(map(float, point.split(","))) for point in shown.getAttribute("points").split()]
+        assert [x for x, _ in points] == [50, 150, 250, 350, 450] and [y for _, y in points] == [20, 20, 170, 320, 320]
+
+
 def test_ticks_are_round_and_within():
     for low, high in (0, 7), (0, 0.00032), (2, 3), (0.1, 0.11), (0, 1e6):
         found = program.ticks(low, high)

@@ -137,6 +137,12 @@ def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch,
     assert steps == 10 * round(possible) and "more than there is time for" in why
 
 
+def test_every_width_that_is_tried_makes_a_model():
+    for dim in plan.WIDTHS:
+        s = knobs().changed(**plan.values(plan.shape_of_width(knobs(), set(), dim, 10 ** 9)))
+        assert not train.BUILD.model_args(s, 500).problem(), dim
+
+
 def test_the_context_grows_with_the_width():
     size = 10 ** 9
     found = [plan.values(plan.shape_of_width(knobs(), set(), dim, size))["max_seq_len"] for dim in (32, 64, 128, 512, 1024, 4096)]

@@ -224,6 +224,17 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     assert httpx.post(url, json={"model": "plain", "prompt": "A"}).status_code == 403  # no token
 
 
+def test_an_answer_in_json_is_an_object_that_ends_within_its_tokens(client):
+    """Whatever a model of random weights would rather write."""
+    asked = dict(model="chat", messages=[{"role": "user", "content": "Hi"}], temperature=1.5, response_format={"type": "json_object"})
+    lengths = []
+    for seed, most in (1, 2), (2, 7), (3, 7), (4, 40):
+        found = client.chat.completions.create(**asked, seed=seed, max_tokens=most)
+        assert type(json.loads(found.choices[0].message.content)) is dict and found.choices[0].finish_reason == "stop"
+        lengths.append(found.usage.completion_tokens)
+    assert lengths[0] == 2 and lengths[1] <= 7 >= lengths[2] and 7 < lengths[3] <= 40
+
+
 def test_a_prompt_without_tokens_is_refused():
     info = SimpleNamespace(seq_len=64, vocab_size=9)
     voice = SimpleNamespace(chat_error="", model=SimpleNamespace(info=info, encode=lambda text, bos: np.array([], int)))

@@ -229,11 +229,11 @@ def test_programs_begun_together_have_a_folder_each(tmp_path, monkeypatch):
     assert sorted(found) == sorted(["out/program", *(f"out/program{n}" for n in range(2, 9))])
 
 
-def test_without_wandb_log_nothing_of_it_is_written(tmp_path, tracked):
+def test_without_being_asked_for_no_tracker_writes_anything(tmp_path, tracked):
     (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
     done = run(tmp_path, "--max_iters=2")
     assert done.returncode == 0 and not (tmp_path / "wandb").exists()
-    assert (tmp_path / "out/log.jsonl").exists()
+    assert (tmp_path / "out/log.jsonl").exists() and not [*tmp_path.rglob("events.out.tfevents*")]
 
 
 def test_a_key_and_no_server_is_offline(monkeypatch):
