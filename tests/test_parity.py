@@ -112,24 +112,27 @@ def exported(trained, vocabularies, tmp_path_factory, run_bin):
 def test_logits(shape, file, exported, vocabularies):
     """At every position of a whole context, against model.py on the weights as the file stores them."""
     _, model, run = exported(shape, file)
-    ids = vocabularies[shape].encode(write_text(2, 40), bos=True)[:model.args.max_seq_len]
-    text = vocabularies[shape].decode(ids)
-    ids = torch.tensor([vocabularies[shape].encode(text, bos=True)])
-    assert ids.shape[1] > 250
-    with torch.no_grad():
-        exact = expected = model(ids, every=True)[0][0].numpy()
-        if file in ROUNDED:
-            with rounding(model, file):
-                expected = model(ids, every=True)[0][0].numpy()
-    found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
-    error = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
+    errors = []
+    for seed in range(2, 6 if file in ROUNDED else 3):
+        ids = vocabularies[shape].encode(write_text(seed, 40), bos=True)[:model.args.max_seq_len]
+        text = vocabularies[shape].decode(ids)
+        ids = torch.tensor([vocabularies[shape].encode(text, bos=True)])
+        assert ids.shape[1] > 250
+        with torch.no_grad():
+            exact = expected = model(ids, every=True)[0][0].numpy()
+            if file in ROUNDED:
+                with rounding(model, file):
+                    expected = model(ids, every=True)[0][0].numpy()
+        found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
+        errors += [*(np.abs(found - expected).max(axis=1) / np.abs(expected).max())]
+        if file in ROUNDED:  # on the whole, run is nearer to this oracle than that is to float32
+            assert rms(found - expected) <= rms(exact - expected) + 1e-4 * rms(expected)
     if file in ROUNDED:
-        # A difference in the last bit may round an activation the other way, which changes all that follows it; some
-        # position has none. On the whole run is nearer to this oracle than that is to float32.
-        assert error.min() <= (1e-3 if file == "bf16" else 3e-5)  # in BF16 roundings differ more often
-        assert rms(found - expected) <= rms(exact - expected) + 1e-4 * rms(expected)
+        # A difference in the last bit may round an activation the other way, which changes all that follows it: in most
+        # positions of some models, which differ from machine to machine. Some position of the four texts has none.
+        assert min(errors) <= (1e-3 if file == "bf16" else 3e-5)  # in BF16 roundings differ more often
     else:
-        assert error.max() <= 1e-4
+        assert max(errors) <= 1e-4
 
 
 @contextlib.contextmanager
