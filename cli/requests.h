@@ -1,4 +1,4 @@
-// --jsonl: requests on stdin, a JSON object a line, are answered by many texts at once.
+// --jsonl: reads requests from stdin, a JSON object a line, and answers several of them at once.
 #ifndef CLI_REQUESTS_H
 #define CLI_REQUESTS_H
 
@@ -18,7 +18,7 @@ typedef struct {
 } Message;
 
 typedef struct {
-    Text id; // JSON, as it was given; null without one
+    Text id; // as JSON, to be repeated in the answer; the text "null" if the request has none
     Text prompt;
     Text system; // ends with a zero; s is NULL without one
     bool has_prompt, has_stops, json_object;
@@ -86,7 +86,7 @@ static bool read_message(Json *j, Request *q) {
         has_content |= is_content;
     } while (ok && skip(j, ','));
     ok = ok && expect(j, '}');
-    append(&role, "", 1); // there may be none
+    append(&role, "", 1); // without a role: an empty string
     bool is_system = !strcmp(role.s, "system"), is_user = !strcmp(role.s, "user");
     bool user_is_next = q->n_messages % 2 == 0;
     if (ok && !is_system && !is_user && strcmp(role.s, "assistant") != 0)
@@ -247,7 +247,8 @@ static void print_answer(const Text *id, const Stream *s, const char *error) {
 // Tokens of a prompt that has several parts.
 typedef struct { int *tokens, n; } Tokens;
 
-// Appends tokens of the library, and frees them. Returns false if they are NULL.
+// Appends an array of tokens that the library has allocated, and frees it. Returns false if it is
+// NULL.
 static bool append_tokens(Tokens *all, int *tokens, int n) {
     if (!tokens) return false;
     all->tokens = resize(all->tokens, (size_t)all->n + n, sizeof(int));
@@ -288,17 +289,17 @@ static bool encode_request(const Run *r, const Request *q, const char *chat_erro
 // Begins the answer to a line. If the line is not a valid request, prints an error as its answer
 // and returns NULL.
 static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat_error) {
-    const llamac_sampler *given = &r->sampler; // by the command line
+    const llamac_sampler *defaults = &r->sampler; // of the command line
     Json json = {.s = line, .n = n};
     Request q = {.json_object = r->json_object,
                  .max_tokens = r->steps,
-                 .temperature = given->temperature,
-                 .topp = given->topp,
-                 .topk = given->topk,
-                 .minp = given->minp,
-                 .repeat_penalty = given->repeat_penalty,
-                 .frequency_penalty = given->frequency_penalty,
-                 .presence_penalty = given->presence_penalty};
+                 .temperature = defaults->temperature,
+                 .topp = defaults->topp,
+                 .topk = defaults->topk,
+                 .minp = defaults->minp,
+                 .repeat_penalty = defaults->repeat_penalty,
+                 .frequency_penalty = defaults->frequency_penalty,
+                 .presence_penalty = defaults->presence_penalty};
     llamac_error error = {""};
     Tokens tokens = {0};
     Answer *answer = NULL;
@@ -307,7 +308,7 @@ static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat
     bool ok = read_request(&json, &q);
     if (ok) ok = encode_request(r, &q, chat_error, &tokens, &error);
     if (ok && q.json_object) ok = use_grammar(r, &stream, (int)q.max_tokens, &error);
-    if (!ok) close_stream(r, &stream);
+    if (!ok) close_stream(r, &stream); // it has a grammar at most
     if (!ok) print_answer(&q.id, NULL, *json.error ? json.error : error.text);
     else {
         const char *stops[MAX_STOPS];
@@ -318,7 +319,7 @@ static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat
         Stream *s = &answer->stream;
         s->sampler = (llamac_sampler){.temperature = (float)q.temperature,
                                       .topp = (float)q.topp,
-                                      .state = q.seed ? (uint64_t)q.seed : given->state,
+                                      .state = q.seed ? (uint64_t)q.seed : defaults->state,
                                       .topk = (int)q.topk,
                                       .minp = (float)q.minp,
                                       .repeat_penalty = (float)q.repeat_penalty,
@@ -355,8 +356,8 @@ typedef struct {
     bool ended;
 } Input;
 
-// Finds the next line. `wait`: waits until there is one, or until the input ends; otherwise returns
-// false if none is there yet. The line is valid until the next call.
+// Finds the next line, which is valid until the next call. Returns false at the end of the input, and
+// also, unless `wait`, if no whole line has arrived yet.
 static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
     char buffer[1 << 16];
     for (;;) {
@@ -393,7 +394,7 @@ static bool is_blank(const char *line, size_t n) {
 // is printed when it is complete. `chat_error`: why the model cannot chat, or "".
 static void answer_requests(Run *r, int max_active, const char *chat_error) {
     Input in = {0};
-    Stream *active[MAX_AT_ONCE]; // (n_active,); each begins an Answer
+    Stream *active[MAX_AT_ONCE]; // (n_active,); each is the first member of an Answer
     int n_active = 0;
     const char *line;
     size_t n;

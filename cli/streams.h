@@ -41,7 +41,7 @@ typedef struct {
     int prompt_tokens; // tokens of the prompt, BOS included
     // The text that is being continued
     llamac_text *text;       // makes text of the sampled tokens
-    llamac_grammar *grammar; // masks the tokens of a JSON object; NULL: the text is none
+    llamac_grammar *grammar; // masks the tokens of a JSON object; NULL: the text may be anything
     int sampled, max;        // number of sampled tokens, and its limit
     int last;                // latest sampled token
     bool done;
@@ -109,10 +109,10 @@ static void close_stream(Run *r, Stream *s) {
 }
 
 // Makes room in the window for n new tokens. Afterwards its first half holds the latest tokens of
-// the stream, old ones and then the new ones; of more new tokens than fit into the half, only the
-// latest. If the half has two places or more, the stream's first token, usually BOS, takes the first
-// place. The half has to be evaluated again. The window slides next when the other half is full: by
-// then each token has been evaluated about twice, however long the text is.
+// the stream, old ones and then the new ones. If the new ones alone exceed the half, it holds only
+// the latest of them. If the half has two places or more, the stream's first token, usually BOS, takes the first
+// place. The half has to be evaluated again. The window slides next when the other half is full, so
+// evaluating costs about two evaluations per token, however long the text is.
 static void slide(Stream *s, int positions, const int *tokens, int n) {
     int half = positions > 3 ? positions / 2 : 1;
     int first = s->length ? s->window[0] : tokens[0];
@@ -123,8 +123,8 @@ static void slide(Stream *s, int positions, const int *tokens, int n) {
     s->length = half, s->evaluated = 0, s->slid = true;
 }
 
-// Adds n tokens to the window. If it has no room for them, it slides, and of more tokens than half a
-// window the first are left out: they are never evaluated.
+// Adds n tokens to the window. If it has no room for them, it slides. Then, if they are more than
+// half a window, the model never sees those that do not fit.
 static void feed(const Run *r, Stream *s, const int *tokens, int n) {
     int positions = llamac_positions(r->engine);
     if (n > positions - s->length) slide(s, positions, tokens, n);
@@ -236,8 +236,8 @@ static void sample_next(const Run *r, Stream *s, int i) {
 }
 
 // Samples the next token of a stream whose tokens are all evaluated. As long as the sampled token is
-// the guessed one, also samples the one after it. Wrong guesses stay in the sequence until the next
-// batch, whose tokens have the same positions, replaces them.
+// the guessed one, also samples the one after it. The keys and values of wrong guesses stay in
+// the sequence: the tokens of the next batch have the same positions and replace them.
 static void sample_stream(Run *r, Stream *s) {
     int right = 0;
     sample_next(r, s, s->at);

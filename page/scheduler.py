@@ -21,7 +21,7 @@ import llamac
 from page.system import available_memory
 
 MAX_RUNNING = 64  # texts that are generated at once; others wait in the order of their arrival
-PROMPT_CHUNK = 64  # tokens of prompts in a batch, of all together
+PROMPT_CHUNK = 64  # max tokens of prompts in a batch, of all its prompts together
 MAX_QUEUED = 2048  # events in an Inbox; its texts pause until the client has taken some
 MAX_KEPT = 64  # sequences that an engine keeps for later requests
 MAX_KEPT_BYTES = 1 << 28  # bytes of the KV caches of all sequences that an engine keeps
@@ -38,7 +38,7 @@ class SequenceCache:
         self.engine, self.kept = engine, []  # [(Sequence, its tokens)], the latest last
         info = engine.model.info
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
-        token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values of float32, the largest
+        token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values in 32 bits, the max
         self.max_kept_tokens = MAX_KEPT_BYTES // token_bytes
         # Tokens of all running texts together. This limit is needed because Linux promises more
         # memory than there is, and kills a program that uses it.
@@ -46,8 +46,8 @@ class SequenceCache:
 
     def take(self, tokens, running=()):
         """
-        Return a sequence that has as many of the first `tokens` as possible, and no others: a kept
-        sequence that then is kept no longer, a copy of a kept or running one, or a new one.
+        Return a sequence that begins like `tokens`, the longest that can be had: a kept sequence,
+        which then leaves `kept`; the beginning of a kept or running one, copied; or a new one.
 
         tokens: (T,) int32; running: sequences of the engine whose texts run.
         """
@@ -65,8 +65,8 @@ class SequenceCache:
 
     def keep(self, sequence):
         """
-        Keep a sequence, or free it if there is no memory for a copy of its tokens. Free the oldest
-        sequences beyond the limits.
+        Keep a sequence with a copy of its tokens, or free it if there is no memory for that. Free
+        the oldest sequences beyond the limits.
         """
         try:
             self.kept.append((sequence, sequence.tokens))
@@ -144,7 +144,7 @@ class Task:
         Begin the text, or resume it after `suspend`, in a sequence from SequenceCache.take.
         running: as there. Raises llamac.Error or MemoryError.
         """
-        # After `suspend`, all tokens of the text are new: none has been evaluated in a sequence.
+        # `suspend` has freed the text's sequence, so all its tokens have to be evaluated again.
         tokens = self.text.new if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:
@@ -275,7 +275,8 @@ class Scheduler:
             return None
         self.waiting = deque(task for task in self.waiting if not task.cancelled)
         # Several texts of one prompt: the first evaluates the prompt, and the others wait for that
-        # and then copy its sequence. n_new: tokens of the text that are still to be evaluated.
+        # and then copy its sequence. count: tokens generated so far; n_new: tokens still to be
+        # evaluated.
         busy = [task.tokens for task in self.running if not task.text.count and task.text.n_new > 1]
         ready = [task for task in self.waiting
                  if not any(task.tokens is tokens for tokens in busy)]
@@ -286,8 +287,8 @@ class Scheduler:
 
     def has_memory(self, task):
         """
-        Return whether there is memory for a text beside the running ones of its engine. The only
-        text of an engine always may try.
+        Return whether there is memory for a text beside the running ones of its engine. An
+        engine without running texts may always begin one.
         """
         beside = [other.max_tokens() for other in self.running if other.cache is task.cache]
         return not beside or sum(beside) + task.max_tokens() <= task.cache.max_running_tokens
@@ -337,7 +338,7 @@ class Scheduler:
             self.end(tasks[0], error)
             return
         for task in tasks:
-            if task in self.running:  # an earlier one may have put it back or ended it
+            if task in self.running:  # evaluating an earlier task may have put it back or ended it
                 self.evaluate(engine, [task])
 
     def advance(self, engine, tasks):

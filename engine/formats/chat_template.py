@@ -36,20 +36,22 @@ CHATML = ("{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + messa
 class Template:
     """A row of the table in runtime/chat.c: the strings around what user and assistant write."""
     name: str
-    signs: tuple         # texts that the outline of every Jinja source of it contains
-    others: tuple = ()   # texts that none of them contains, but sources of similar templates do
+    # A Jinja source has this template if its Outline contains all `signs`, and none of `others`,
+    # which are signs of similar templates.
+    signs: tuple
+    others: tuple = ()
     markers: tuple = ()  # each becomes one token if the vocabulary has it
     stop: str = ""       # the marker that ends an answer; "": EOS ends it
     # Before the first turn. None: BOS, if the vocabulary adds BOS or the Jinja source names it.
     begin: str | None = None
-    open: str = ""       # before every turn of the user, and before the system prompt
+    open: str = ""       # begins every turn of the user, of which a system prompt is part
     system_open: str = ""   # around the system prompt, in the first turn only
     system_close: str = ""
     user_open: str = ""     # around the words of the user
     user_close: str = ""
     answer_open: str = ""   # around the words of an answer
     answer_end: str = ""
-    answer_close: str = ""  # ends an answer, once the next turn begins
+    answer_close: str = ""  # ends an answer: before the next turn, and at the end
     system_always: bool = False   # write system_open and system_close without a system prompt too
     strip: bool = False           # remove white space around the system prompt and all words
     strip_answer: bool = False    # remove it around answers only
@@ -205,7 +207,7 @@ class Outline:
                 if c not in BLANKS + "+~-":  # texts are joined by + and ~; a - belongs to the tag
                     self.variable()
                 self.at += 1
-            before = c  # of a string or a name: its first character
+            before = c  # to know in front of a string whether it is a subscript
         if is_statement:
             self.variable()
 
@@ -292,9 +294,11 @@ class Chat:
 
     def markers(self, tokenizer):
         """
-        Return the markers that are to be control tokens: those that the vocabulary has. But if it
-        lacks the marker that ends an answer, the model was not trained with this template: then
-        all. A model like TinyLlama, whose answers end with EOS, was trained with markers as text.
+        Return the markers that are to be control tokens.
+
+        If the vocabulary lacks the marker that ends an answer, the model was never trained with
+        this template and learns it now: all markers. Otherwise those that the vocabulary has: a
+        model like TinyLlama, whose answers end with EOS, was trained with its markers as text.
         """
         pieces = {piece for piece, _, kind in tokenizer.pieces() if kind in (CONTROL, USER_DEFINED)}
         template = self.template
@@ -329,9 +333,9 @@ class Chat:
                 marks[start] |= TARGET  # the token that ends the previous answer
             marks[start + begin] |= TURN
         if turns[-1][0] == "assistant":
-            start, end = len(ids), Turn(self, begun=True)
-            end.markup(self.template.answer_close)
-            add(end)
+            start, closing = len(ids), Turn(self, begun=True)
+            closing.markup(self.template.answer_close)
+            add(closing)
             marks[start] |= TARGET
         marks[0] |= FIRST
         return ids, marks
@@ -366,8 +370,9 @@ class Chat:
             turn.markup(template.begin)
         elif self.begins_with_bos:
             turn.token(self.tokenizer.bos_id, is_marker=False)
-            # transformers encodes the text that follows, and then adds the vocabulary's BOS: so
-            # this text has its leading space. A BOS of the template's source is part of the text.
+            # transformers adds the BOS of a vocabulary after it has encoded the text: the text then
+            # begins with a leading space. A BOS in the template's source is part of the text, which
+            # then continues after it without one.
             turn.begun = not self.tokenizer.add_bos
         begin = None
         if template.open:
@@ -384,7 +389,7 @@ class Chat:
             begin = turn.place(template.user_open)
         turn.markup(template.user_open)
         turn.text += text
-        if template.strip_together:  # a text of white space alone takes that before it along
+        if template.strip_together:  # `text` may be empty now: strip system_close, too
             turn.text = turn.text[:system_begin] + turn.text[system_begin:].rstrip()
         turn.markup(template.user_close)
         return begin
@@ -404,8 +409,7 @@ class Chat:
     def answer(self, text):
         """Return the Turn of an answer, without the marker that ends it."""
         template, turn = self.template, Turn(self, begun=True)
-        # The user's turn ended with a marker, before the answer. Only with a stop marker in the
-        # vocabulary are the markers tokens, see `markers`.
+        # The user's turn ends with a marker, which is a token if the stop marker is one.
         turn.after_marker = template.markers_eat_space and template.stop in self.controls
         if template.strip or template.strip_answer:
             text = text.strip()
@@ -417,9 +421,9 @@ class Chat:
 
 class Turn:
     """
-    The tokens of a turn so far. text: what is not encoded yet; begun: whether the text continues
-    one, so that it gets no leading space; after_marker: whether it follows a marker that swallows
-    white space.
+    The tokens of a turn so far. text: what is not encoded yet; begun: whether the text gets no
+    leading space, since it is not the beginning; after_marker: whether it follows a marker that
+    swallows white space.
     """
 
     def __init__(self, chat, begun):
@@ -464,5 +468,5 @@ class Turn:
     def place(self, markup):
         """Return the index that the first token of `markup` will have if it is added next."""
         if markup and self.first_token(markup):
-            self.end_text()  # the token would end the text before it, too
+            self.end_text()  # as adding that token will do first
         return len(self.ids)

@@ -6,7 +6,8 @@ Conversations as data: which records hold one, in which format, and what is wron
     {"prompt": "Hi", "response": "Hello"}                        or "completion"
     {"instruction": "Add", "input": "1, 2", "output": "3"}       Alpaca's; "input" is optional
 
-"prompt" and its answer may also both be lists of turns, like "messages".
+The text of "prompt" or "instruction" and that of its answer may also be lists of turns, like
+"messages": then both are.
 
 A conversation is a list of turns, (role, text): at most one system prompt, then user and assistant
 alternately.
@@ -29,8 +30,8 @@ LOOKS = re.compile(f"""\"({'|'.join(LISTS)})\"\\s*:\\s*\\[\\s*\\{{|"""
                    f"""\"(prompt|instruction)\"\\s*:.*?\"({'|'.join(ANSWERS)})\"\\s*:""", re.S)
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
-ADVICE = ("train.py --checks=-files or data.py --skip_bad=True leaves out damaged conversations "
-          "and counts them")
+ADVICE = ("to leave out damaged conversations and count them, add --checks=-files to train.py, or "
+          "--skip_bad=True to data.py")
 # What can be wrong with a conversation, as report() puts it.
 DAMAGED = "damaged"
 REPEATED = "the same as an earlier one"
@@ -53,8 +54,8 @@ def format_of(record, columns):
 
 def stored(record):
     """
-    Return what `conversation` reads of a record, without fields that are null. Tables are converted
-    to JSON lines of these.
+    Return the part of a record that `conversation` reads, without fields that are null: what a
+    table's row becomes when the table is converted to JSON lines.
     """
     return {key: record[key] for key in KEYS if record.get(key) is not None}
 
@@ -161,8 +162,9 @@ class Intake:
     def __init__(self, skip_bad=False):
         self.skip_bad, self.seen = skip_bad, set()
         self.formats = collections.Counter()  # {key in FORMATS: conversations kept}
-        self.faults = {}  # {what is wrong: (count, where the first is; if DAMAGED: and why)}
-        self.files = {}   # {True: the first file with conversations, False: the first with texts}
+        self.faults = {}  # {what is wrong: (count, place of the first)}; DAMAGED: also why
+        # {True: the first file with conversations, False: the first with texts}, for corpus.py
+        self.files = {}
 
     def begin(self, path, unit="line"):
         """Begin a file. unit: what an error message calls a record's place, "line" or "row"."""
@@ -171,12 +173,12 @@ class Intake:
         self.file_seen, self.file_formats, self.file_faults = set(), collections.Counter(), {}
 
     def accept(self):
-        """Add the counts of the file to those of the source."""
+        """Add the counts of the file to those of all files."""
         self.seen |= self.file_seen
         self.formats += self.file_formats
         for fault, (count, first) in self.file_faults.items():
-            total, first = self.faults.get(fault, (0, f"{self.path}, {first}"))
-            self.faults[fault] = total + count, first
+            total, earliest = self.faults.get(fault, (0, f"{self.path}, {first}"))
+            self.faults[fault] = total + count, earliest
         if self.kind is not None:
             self.files.setdefault(self.kind, self.path)
 
@@ -220,7 +222,7 @@ class Intake:
         if not self.formats and not self.faults:
             return ""
         found = [f"{count:,} in {FORMATS[key]} format" for key, count in self.formats.items()]
-        # The line begins with the name: do not repeat it if it is that of the only file.
+        # If --data names a single file, the line begins with its path: leave it out of the places.
         left_out = [f"{count:,} {fault} (the first: {where.removeprefix(f'{name}, ')})"
                     for fault, (count, where) in self.faults.items()]
         line = f"{name}: conversations: {', '.join(found) or 'none'}"
