@@ -679,6 +679,7 @@ static void compute_value_costs(llamac_grammar *g) {
 }
 
 llamac_grammar *llamac_grammar_json(const llamac_model *m, bool object, Error *e) {
+    clear(e);
     if (!m) return fail(e, no_model), NULL;
     if (!m->tokenizer.pieces) {
         fail(e, "it has no tokenizer");

@@ -199,6 +199,9 @@ static void print_times(const char *path) {
     Test t = open_test(path, false);
     double begin = seconds();
     llamac_grammar_free(llamac_grammar_json(t.model, false, NULL));
+    strcpy(e.text, "of an earlier call");
+    llamac_grammar_free(llamac_grammar_json(t.model, false, &e));
+    EXPECT(!*e.text);
     printf("%d tokens: build %.0f", t.vocab_size, (seconds() - begin) * 1e6);
     static const struct { const char *name, *prefix; int left; } cases[] = {
         {"string", "{\"a\":\"bc", INT32_MAX}, {"key", "{\"a", INT32_MAX}, {"value", "{\"a\":", INT32_MAX},
