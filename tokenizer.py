@@ -832,11 +832,13 @@ FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "fir
 
 def prefixes_first(tokenizer):
     """
-    Return whether texts contain control tokens, as a chat template writes them, and the vocabulary
-    puts a space before a text: that space must then not come after each control token.
+    Return whether the vocabulary puts a space before a text and has ChatML's markers as control
+    tokens: the space must then not come after each marker that a chat template writes.
     """
-    kinds = [kind for _, _, kind in tokenizer.pieces()]
-    return tokenizer.add_dummy_prefix and kinds.count(CONTROL) > 2  # more than BOS and EOS
+    if not tokenizer.add_dummy_prefix or tokenizer.remove_extra_whitespaces:
+        return False
+    return any(piece == b"<|im_start|>" and kind == CONTROL
+               for piece, _, kind in tokenizer.pieces())
 
 
 def normalizers(tokenizer):
