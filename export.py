@@ -60,7 +60,7 @@ from engine.formats.layout import (
 )
 from engine.training import checkpoint, run_folder
 from engine.training.load import read_model
-from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
+from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED, prefixes_first
 
 out_dir = "out"    # what to export: a run's folder, a folder of runs (the newest), a checkpoint's
                    # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -566,6 +566,9 @@ def differences(vocabulary, format):
     if format in ("gguf", "hf") and UNUSED in kinds:
         yield (f"the vocabulary has unused pieces, which ./run splits and {other} keeps: it may "
                "encode texts differently from ./run")
+    if format == "hf" and prefixes_first(vocabulary):
+        yield ("transformers puts no space before a text that begins with one: it encodes such a "
+               "text differently from ./run, except in conversations")
     if format not in ("gguf", "hf") and not vocabulary.add_dummy_prefix:
         yield ("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has "
                "none; --format=gguf can say so")

@@ -832,14 +832,13 @@ FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "fir
 
 def prefixes_first(tokenizer):
     """
-    Return whether texts contain ChatML's control tokens, and the vocabulary puts a space before a
-    text: Hugging Face must then put that space before the first piece of text alone, not after each
-    control token. Its step for that, unlike sentencepiece, adds no space to a text that begins with
-    one.
+    Return whether the vocabulary puts a space before a text and has ChatML's markers as control
+    tokens: the space must then not come after each marker that a chat template writes.
     """
-    has_chat = any(piece == b"<|im_start|>" and kind == CONTROL
-                   for piece, _, kind in tokenizer.pieces())
-    return tokenizer.add_dummy_prefix and has_chat
+    if not tokenizer.add_dummy_prefix or tokenizer.remove_extra_whitespaces:
+        return False
+    return any(piece == b"<|im_start|>" and kind == CONTROL
+               for piece, _, kind in tokenizer.pieces())
 
 
 def normalizers(tokenizer):
