@@ -398,7 +398,7 @@ def test_kept_sequences_are_limited(folder, monkeypatch):
         sequence.forward([1, n, 5], 0)
         cache.keep(sequence)
     assert [known.tolist()[1] for _, known in cache.kept] == list(range(5, scheduler.MAX_KEPT + 5))
-    monkeypatch.setattr(cache, "max_tokens", 10)
+    monkeypatch.setattr(cache, "max_kept_tokens", 10)
     cache.keep(llamac.Sequence(engine))
     assert [len(known) for _, known in cache.kept] == [3, 3, 3, 0]
 
