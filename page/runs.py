@@ -108,8 +108,8 @@ class Runs:
                 ended = {name: run for name, run in self.runs.items() if name not in self.unread}
                 unread = {name: run for name, run in self.unread.items() if name in self.runs}
                 self.unread = ended | unread
-            deadline = time.monotonic() + max_seconds
-            while self.unread:
+            deadline = time.monotonic() + max_seconds  # the search does not count
+            while self.unread and time.monotonic() < deadline:
                 name = next(iter(self.unread))
                 run = self.unread.pop(name)
                 self.errors.pop(name, None)
@@ -117,8 +117,6 @@ class Runs:
                     self.unread[name] = run  # at the end: the runs take turns, a chunk each
                 else:
                     self.previews.pop(name, None)
-                if time.monotonic() > deadline:  # after a chunk at least, however slow the machine
-                    break
             return bool(self.unread)
 
     def shown(self):
