@@ -77,19 +77,34 @@ def write(seed, number):
     """
     Return (text, bits) of story `number` of a seed. The story depends on nothing else.
 
-    bits: -log2 of the story's probability. A hash is read as a number below 2^1024. Each draw takes
-    its last digit in base n, for n alternatives, so a draw is uniform to 1 part in 2^700.
+    bits: -log2 of the story's probability.
+    """
+    text, bits, _ = write_with_facts(seed, number)
+    return text, bits
+
+
+def write_with_facts(seed, number):
+    """
+    Return (text, bits, facts) of a story, see `write`. facts: what a reader can be asked about,
+    {rule: its text} for the rules in { }, {"boy": 0 or 1}, and {(rule, rule in its alternative):
+    the first text of that} for all draws, such as ("companion", "animal"): "duck".
+
+    A hash is read as a number below 2^1024. Each draw takes its last digit in base n, for n
+    alternatives, so a draw is uniform to 1 part in 2^700.
     """
     digits = int.from_bytes(hashlib.shake_256(f"{seed} {number}".encode()).digest(128), "little")
-    kept, bits = {}, 0.0
+    kept, drawn, bits = {}, {}, 0.0
 
-    def draw(rule):
+    def draw(rule, outer):
         nonlocal digits, bits
         digits, choice = divmod(digits, len(RULES[rule]))
         bits += BITS[rule]
-        return expand(RULES[rule][choice])
+        text = expand(RULES[rule][choice], rule)
+        drawn.setdefault((outer, rule), text)
+        return text
 
-    def expand(sequence):
+    def expand(sequence, outer):
+        """outer: the rule whose alternative the sequence is."""
         nonlocal digits, bits
         parts = []
         for symbol in sequence:
@@ -98,19 +113,20 @@ def write(seed, number):
                 continue
             kind, rule = symbol
             if kind == "[":
-                parts.append(draw(rule))
+                parts.append(draw(rule, outer))
             elif kind == "{":
                 if rule not in kept:
-                    kept[rule] = draw(rule)
+                    kept[rule] = draw(rule, outer)
                 parts.append(kept[rule])
             else:
                 if "boy" not in kept:
                     digits, kept["boy"] = divmod(digits, 2)
                     bits += 1
-                parts.append(expand(rule[kept["boy"]]))
+                parts.append(expand(rule[kept["boy"]], outer))
         return "".join(parts)
 
-    return expand(RULES["story"][0]), bits
+    text = expand(RULES["story"][0], "story")
+    return text, bits, drawn | kept
 
 
 @functools.cache
