@@ -114,7 +114,8 @@ def generated(name, argument, cache, column):
         key = column_names(column)[0]
         with replacing(path) as f:
             for document in module.documents(argument):
-                f.write(json.dumps({key: document}).encode() + b"\n")
+                record = document if isinstance(document, dict) else {key: document}
+                f.write(json.dumps(record).encode() + b"\n")
     return path
 
 
