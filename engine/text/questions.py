@@ -1,75 +1,76 @@
 """
 Questions about the built-in stories, each with exactly one right answer.
 
-A story of engine/text/stories.py is known draw by draw, so a program can ask who, what, where, when
-and how many, and knows the answer. A model that answers questions about stories that nobody wrote
-before has learned to read: it cannot have memorized the answers.
+A program that writes a story of engine/text/stories.py knows all that it drew for it, so it can ask
+who, what, where, when and how many, and knows the answers. A model that answers questions about
+stories that nobody wrote before has learned to read: it cannot have memorized the answers.
 
 Two things never occur in training, so that a test shows what carries over: the kinds of questions
 in NEW_KINDS, and questions that a word of NEW_WORDS answers, though stories contain that word.
 """
 import random
+import string
 from dataclasses import dataclass
 
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-PER_STORY = 3  # questions about a story in a conversation to train on
+PER_STORY = 6  # max questions in a conversation to train on
+# The rules of a story's first sentences, in order, one sentence each.
+BEGINNING = "opening", "likes", "companion", "pal", "outing", "scene"
+
+
+def fields_of(*texts):
+    """Return the names in braces in format strings."""
+    parts = [part for text in texts for part in string.Formatter().parse(text)]
+    return {field for _, field, _, _ in parts if field}
 
 
 @dataclass(frozen=True)
 class Question:
     """
-    facts: {field of the texts: fact of a story}; facts are named as by stories.write_with_facts,
-    and the question can be asked if the story has all of them. asked: the fields that the answer
-    adds. wordings: texts of the question, which all mean the same.
+    rule: the rule of the grammar whose sentence holds the answer; wordings: texts of the question
+    that mean the same. Names in braces are rules that this sentence draws, rules that the grammar
+    draws once in a story, or keys of the_child. A question can be asked if the story drew them all.
     """
     kind: str
-    asked: tuple
-    facts: dict
-    wordings: tuple
+    rule: str
     answer: str
+    wordings: tuple
+
+    @property
+    def asked(self):
+        """The names of what only the answer says."""
+        return fields_of(self.answer) - fields_of(*self.wordings)
 
 
-CHILD, FRIEND, PLACE = {"hero": "hero"}, {"friend": "friend"}, {"place": "place"}
-ANIMAL = {"animal": ("companion", "animal")}
-TOY = {"toy": "toy", "look": "look"}
-COUNT = {"n": ("scene", "number")}
 QUESTIONS = (
-    Question("who", ("hero",), CHILD, (
-        "What was the name of the {child}?", "What was the {child} called?",
-        "Who is the story about?"), "The {child} was called {hero}."),
-    Question("who", ("friend",), FRIEND | ANIMAL, (
-        "What was the name of the {animal}?", "What was the {animal} called?"),
-        "The {animal} was called {friend}."),
-    Question("who", ("worker",), PLACE | {"worker": ("scene", "worker")}, (
-        "Who was at the {place}?", "Who did they meet at the {place}?"),
-        "There was a {worker} at the {place}."),
-    Question("what", ("animal",), FRIEND | ANIMAL, (
-        "What was {friend}?", "What animal was {friend}?"), "{friend} was a {animal}."),
-    Question("what", ("food",), CHILD | {"food": ("likes", "food")}, (
-        "What did {hero} like to eat?", "What food did {hero} like?"), "{hero} liked {food}."),
-    Question("what", ("hobby",), CHILD | {"hobby": ("likes", "hobby")}, (
-        "What did {hero} like to do?", "What did {hero} love to do?"), "{hero} liked to {hobby}."),
-    Question("what", ("toy",), TOY, (
-        "What was {look}?", "Which toy was {look}?"), "The {toy} was {look}."),
-    Question("where", ("place",), CHILD | FRIEND | PLACE, (
-        "Where did {hero} and {friend} go?", "Where did they go?"),
-        "They went to the {place}."),
-    Question("when", ("weather", "day"), PLACE | {
-        "weather": ("outing", "weather"), "day": ("outing", "day")}, (
-        "When did they go to the {place}?", "When were they at the {place}?"),
-        "They went there on a {weather} {day}."),
-    Question("how", ("look",), TOY, (
-        "What did the {toy} look like?", "How did the {toy} look?"), "The {toy} was {look}."),
-    Question("how many", ("n",), PLACE | COUNT | {"things": ("scene", "birds")}, (
-        "How many {things} were at the {place}?", "How many {things} did they see?"),
-        "There were {n} {things}."),
-    Question("how many", ("n",), PLACE | COUNT | {"things": ("scene", "sweets")}, (
-        "How many {things} did they get at the {place}?", "How many {things} were they given?"),
-        "There were {n} {things}."),
-    Question("how old", ("n",), FRIEND | {"n": ("pal", "number")}, (
-        "How old was {friend}?",), "{friend} was {n} years old."),
+    Question("who", "opening", "The {child} was called {hero}.", (
+        "What was the {child} called?", "Who was the {child}?")),
+    Question("who", "companion", "The {animal} was called {friend}.", (
+        "What was the {animal} called?", "Who was the {animal}?")),
+    Question("who", "scene", "It was a {worker}.", ("Who did they see with the {birds}?",)),
+    Question("who", "scene", "It was a {worker}.", ("Who sat {where} and ate {food}?",)),
+    Question("who", "scene", "It was a {worker}.", ("Who gave them {number} {sweets}?",)),
+    Question("what", "companion", "It was a {animal}.", (
+        "What animal was {friend}?", "What was {friend}?")),
+    Question("what", "likes", "{She} liked {food}.", (
+        "What did {hero} like to eat?", "What food did {hero} like?")),
+    Question("what", "likes", "{She} liked to {hobby}.", (
+        "What did {hero} like to do?", "What did {hero} like most of all to do?")),
+    Question("what", "plot", "The {toy} was {look}.", (
+        "What toy was {look}?", "Which toy was {look}?")),
+    Question("where", "outing", "They went to the {place}.", (
+        "Where did they go that {weather} {day}?", "Where were they that {weather} {day}?")),
+    Question("when", "outing", "On a {weather} {day}.", (
+        "When did they first go to the {place}?", "When were they first at the {place}?")),
+    Question("how many", "scene", "There were {number} {birds}.", (
+        "How many {birds} were at the {place}?", "How many {birds} did they see?")),
+    Question("how many", "scene", "There were {number} {sweets}.", (
+        "How many {sweets} did the {worker} give them?", "How many {sweets} did they get?")),
+    Question("how many", "looks", "There were {number} {dots}.", (
+        "How many {dots} were on the {toy}?", "How many {dots} did the {toy} have?")),
+    Question("how old", "pal", "It was {number} years old.", ("How old was {friend}?",)),
 )
 KINDS = tuple(dict.fromkeys(question.kind for question in QUESTIONS))
 NEW_KINDS = ("how old",)
@@ -78,18 +79,25 @@ NEW_WORDS = {alternative[0] for alternatives in stories.RULES.values()
              for alternative in alternatives[7::8] if len(alternative) == 1}
 
 
-def ask(facts, rng):
+def the_child(facts):
+    """Return {name in a question's braces: word} that depend on whether the child is a boy."""
+    return {"child": "boy", "She": "He"} if facts["boy"] else {"child": "girl", "She": "She"}
+
+
+def ask(facts, rng, sentences=None):
     """
     Return [(kind, set, question, answer)] of all that can be asked about a story, in random order.
-    facts: as from stories.write_with_facts. set: "known", "new words" or "new kinds"; training has
-    the known ones alone.
+    facts: as from stories.write_with_facts; sentences: the rules of those that the reader sees,
+    None for all. set: "known", "new words" or "new kinds"; training has the known ones alone.
     """
-    fields = {"child": "boy" if facts["boy"] else "girl"}
-    found = []
+    found, once = [], {rule: text for rule, text in facts.items() if isinstance(rule, str)}
     for question in QUESTIONS:
-        if any(fact not in facts for fact in question.facts.values()):
+        if sentences and question.rule not in sentences:
             continue
-        words = fields | {field: facts[fact] for field, fact in question.facts.items()}
+        in_sentence = {key[1]: text for key, text in facts.items() if key[0] == question.rule}
+        words = once | in_sentence | the_child(facts)
+        if not fields_of(question.answer, *question.wordings) <= words.keys():
+            continue
         name = "known"
         if question.kind in NEW_KINDS:
             name = "new kinds"
@@ -101,22 +109,33 @@ def ask(facts, rng):
     return found
 
 
-def conversation(story, questions):
-    """Return {"messages": ...}: the story with the first question, its answer, then the others."""
+def conversation(text, questions):
+    """Return {"messages": ...}: a text with the first question, its answer, then the others."""
     messages = []
     for _, _, question, answer in questions:
-        asked = question if messages else f"{story} {question}"
+        asked = question if messages else f"{text} {question}"
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return {"messages": messages}
 
 
 def training(count):
-    """Yield `count` conversations to train on, each about one story."""
-    for number in range(count):
+    """
+    Yield `count` conversations to train on. Every other one is about a few sentences from the
+    beginning of a story, where an answer is found sooner than in a whole one.
+    """
+    number = 0
+    while count:
         story, _, facts = stories.write_with_facts(TRAIN_SEED, number)
-        asked = ask(facts, random.Random(number))
-        known = [question for question in asked if question[1] == "known"]
-        yield conversation(story, known[:PER_STORY])
+        rng, sentences = random.Random(number), None
+        if number % 2:
+            first, last = sorted(rng.sample(range(len(BEGINNING) + 1), 2))
+            sentences = BEGINNING[first:last]
+            story = " ".join(facts["story", rule] for rule in sentences)
+        known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
+        number += 1
+        if known:
+            yield conversation(story, known[:PER_STORY])
+            count -= 1
 
 
 def testing(count):
@@ -126,11 +145,9 @@ def testing(count):
     """
     number = 0
     for i in range(count):
-        while True:
+        kind, asked = KINDS[i % len(KINDS)], []
+        while not asked:
             story, _, facts = stories.write_with_facts(TEST_SEED, number)
-            number += 1
-            kind = KINDS[i % len(KINDS)]
             asked = [q for q in ask(facts, random.Random(number)) if q[0] == kind]
-            if asked:
-                break
+            number += 1
         yield conversation(story, asked[:1]) | {"kind": kind, "set": asked[0][1]}
