@@ -5,11 +5,16 @@ Evaluate a trained model.
     python evaluate.py out/my --data=labelled.jsonl   how often it finds the expected class
     python evaluate.py --make_intents=intents         write a small labelled data set to try that
     python evaluate.py out/my --harness=task.jsonl    multiple choice: how often it is right
+    python evaluate.py out/chat --conversations=FILE  how often it gives the last answer of each
 
 A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; "classes" defaults
 to all values of "expected" in the file. The model's answer is the class whose text it finds
 likeliest after the prompt. A line of a task is {"context": ..., "choices": [...], "answer": index
 from 0}, a form that fits HellaSwag, ARC and PIQA.
+
+Conversations are lines of .jsonl in any form that train.py reads, and end with an answer. The model
+answers the last question greedily. It is right if its answer is the expected one but for white
+space at both ends. A line may have a "kind" and a "set", by which the result is listed.
 """
 import codecs
 import collections
@@ -24,9 +29,12 @@ from configurator import configure, fail  # first: it reports packages that are 
 import torch
 import torch.nn.functional as F
 
-from engine.training import checkpoint, costs, distributed, run_folder
+from engine.training import checkpoint, costs, distributed, hardware, run_folder
 from engine.files import write_atomic
-from engine.training.load import load_model
+from engine.formats.chat_template import Chat
+from engine.text import questions
+from engine.text.conversations import conversation, format_of
+from engine.training.load import chat_template, load_model
 from engine.tracking.redact import redact
 from engine.streams import one_line, pad, width
 from engine.untrusted import parse_json, read_untrusted
@@ -39,15 +47,22 @@ tokenizer = ""      # vocabulary of a llama2.c file: tokenizer.model, tokenizer.
 perplexity = ""     # a UTF-8 text to predict
 data = ""           # labelled prompts, .jsonl
 harness = ""        # a multiple-choice task, .jsonl
+conversations = ""  # conversations that end with the expected answer, .jsonl; or "questions": 500
+                    # about built-in stories (engine/text/questions.py)
 between = "\n= "    # text between prompt and answer, as in the text that the model was trained on
 make_intents = ""   # folder to write train.jsonl (texts) and test.jsonl (labelled prompts) to
-wandb_log = False   # log table, accuracies and confusion matrix to Weights & Biases
+wandb_log = False   # log the table of answers and accuracies to Weights & Biases
 wandb_project = "auto"  # W&B project; auto: WANDB_PROJECT, else that of `wandb init`, else llamac
 device = "auto"     # auto, cpu, cuda, cuda:1, mps
 
 MAX_TEXT = 1 << 28    # bytes of a text to predict, or of a file of prompts
 MAX_LOGITS = 1 << 25  # logits to compute at once: 128 MiB of float32
+MAX_ANSWER = 200      # max tokens of an answer in a conversation
+AT_ONCE = 16          # max answers that are generated in one batch
+TESTS = 500           # conversations of --conversations=questions
 COLUMNS = ["Successful", "Expected", "Actual", "Score", "Prompt"]
+ANSWER_COLUMNS = ["Successful", "Expected", "Answer", "Set", "Kind", "Question"]
+GROUP_COLUMNS = ["Set", "Kind", "Accuracy", "Right", "Questions", "Majority"]
 
 
 # ---- batches of texts ----------------------------------------------------------------------------
@@ -242,25 +257,22 @@ def report(rows, names):
         yield f"... and {len(failures) - 20} more"
 
 
-def log_to_wandb(rows, names, folder):
-    """Log to one run of job type `evaluate`; print a warning if that fails."""
+def log_to_wandb(folder, results):
+    """
+    Log to one run of job type `evaluate`; print a warning if that fails. results: a function of the
+    module wandb that returns {name: value}.
+    """
     flags = {"project": wandb_project} if wandb_project != "auto" else {}
     described = {"project": PROJECT, "name": f"evaluate-{Path(folder).name}",
                  "job_type": "evaluate"}
     run = wandb_run(described | flags, flags)
     run["id"] = new_run_id(run["name"])
-    config = {"out_dir": folder, "tokenizer": tokenizer, "data": data, "between": between}
+    config = {"out_dir": folder, "tokenizer": tokenizer, "data": data, "between": between,
+              "conversations": conversations}
     try:
         tracker = Wandb(Session("", redact(config), run, x="iter"))
         print(*tracker.take_messages(), sep="\n")
-        number = {name: n for n, name in enumerate(names)}
-        matrix = tracker.wandb.plot.confusion_matrix(
-            y_true=[number[row[1]] for row in rows], preds=[number[row[2]] for row in rows],
-            class_names=names)
-        tracker.run.log({
-            "evaluation": tracker.wandb.Table(columns=COLUMNS, data=rows),
-            "confusion_matrix": matrix, "accuracy": share_right(rows),
-            **{f"accuracy/{name}": share for name, share in accuracies(rows).items()}})
+        tracker.run.log(results(tracker.wandb))
         tracker.finish(rows=1)
         for line in tracker.take_messages():
             print(line)
@@ -268,15 +280,19 @@ def log_to_wandb(rows, names, folder):
         print(f"warning: not logged to W&B ({redact(reason(e))})")
 
 
-def save_for_page(rows, names, folder):
-    """Write folder/evaluation.json, which the page shows with the run."""
-    found = {"data": data, "accuracy": share_right(rows), "names": names,
-             "matrix": confusion_matrix(rows, names), "columns": COLUMNS,
-             "rows": [row for row in rows if not row[0]][:100]}
+def save_for_page(found, folder):
+    """Write {name: value} to folder/evaluation.json, which the page shows with the run."""
+    if not run_folder.is_run(folder):
+        return
     try:
         write_atomic(Path(folder, "evaluation.json"), json.dumps(found))
     except OSError as e:
         print(f"warning: {folder}/evaluation.json cannot be written ({e.strerror})")
+
+
+def wrong(rows):
+    """Return the rows of the first 100 wrong answers."""
+    return [row for row in rows if not row[0]][:100]
 
 
 def evaluate_labelled(model, vocabulary, device, folder):
@@ -284,10 +300,21 @@ def evaluate_labelled(model, vocabulary, device, folder):
     rows = answer(model, vocabulary, examples, device)
     names = sorted({c for example in examples for c in example["classes"]})
     print("\n".join(report(rows, names)))
-    if run_folder.is_run(folder):
-        save_for_page(rows, names, folder)
+    save_for_page({"data": data, "accuracy": share_right(rows), "names": names,
+                   "matrix": confusion_matrix(rows, names), "columns": COLUMNS,
+                   "rows": wrong(rows)}, folder)
+
+    def results(wandb):
+        number = {name: n for n, name in enumerate(names)}
+        matrix = wandb.plot.confusion_matrix(
+            y_true=[number[row[1]] for row in rows], preds=[number[row[2]] for row in rows],
+            class_names=names)
+        return {"evaluation": wandb.Table(columns=COLUMNS, data=rows), "confusion_matrix": matrix,
+                "accuracy": share_right(rows),
+                **{f"accuracy/{name}": share for name, share in accuracies(rows).items()}}
+
     if wandb_log:
-        log_to_wandb(rows, names, folder)
+        log_to_wandb(folder, results)
 
 
 # ---- multiple choice -----------------------------------------------------------------------------
@@ -346,6 +373,147 @@ def evaluate_choices(model, vocabulary, device):
         low, high = max(0, share - 1.96 * error), min(1, share + 1.96 * error)
         print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; "
               f"{n} questions)")
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+def read_conversations(path):
+    """
+    Return [(turns, set, kind)] of a .jsonl file, or of the built-in questions. turns: [(role,
+    text)], the last one an answer; set and kind: "" if the line has none.
+    """
+    def parse(record):
+        key = format_of(record, ())
+        if key is None:
+            raise ValueError("it is no conversation")
+        turns = conversation(record, key)
+        if not turns or turns[-1][0] != "assistant":
+            raise ValueError("its last turn is no answer")
+        return turns, str(record.get("set", "")), str(record.get("kind", ""))
+
+    if path == "questions":
+        return [parse(record) for record in questions.testing(TESTS)]
+    return read_lines("conversations", path, parse,
+                      'a conversation that ends with an answer: {"messages": [...]}')
+
+
+def chat_of(model, vocabulary, folder):
+    """
+    Return the Chat by which a model's conversations are encoded, None for a base model, which has
+    no chat template.
+    """
+    source = chat_template(checkpoint.origin(folder))
+    if not source:
+        return None
+    try:
+        chat = Chat(source, vocabulary)
+    except ValueError as e:
+        fail(f"{folder}: {e}")
+    if len(chat.tokenizer.pieces()) > model.args.vocab_size:
+        fail(f"{folder}: its vocabulary lacks the markers of its chat template; fine-tune it on "
+             "conversations first")
+    return chat
+
+
+@torch.inference_mode()
+def write_answers(model, vocabulary, chat, asked):
+    """
+    Return [(text, number of tokens)] of the model's greedy answers. asked: lists of turns that end
+    with a question. chat: None continues the plain text, a turn a line.
+    """
+    if chat:
+        prompts, ends = [chat.encode(turns)[0] for turns in asked], [chat.stop]
+    else:
+        plain = ["\n".join(text for _, text in turns) for turns in asked]
+        prompts, ends = [vocabulary.encode_prompt(text) for text in plain], []
+    ends += [vocabulary.bos_id, vocabulary.eos_id]
+    longest, context = max(map(len, prompts)), model.args.max_seq_len
+    if longest > context:
+        fail(f"the longest conversation has {longest} tokens, the model's context is {context}; "
+             "shorten it")
+    found = []
+    for first in range(0, len(prompts), AT_ONCE):
+        batch = prompts[first:first + AT_ONCE]
+        try:
+            texts = model.generate(batch, MAX_ANSWER, temperature=0, stop=ends)
+        except RuntimeError as e:
+            if hardware.is_out_of_memory(e):
+                fail("out of memory on the device; give --device=cpu")
+            raise
+        for prompt, text in zip(batch, texts):
+            new = text[len(prompt):]
+            new = new[:-1] if new[-1] in ends else new
+            found.append((vocabulary.decode(new).strip(), len(new)))
+    return found
+
+
+def majority_guess(rows):
+    """Return the share of the most frequent expected answer: the accuracy of always giving it."""
+    return collections.Counter(row[1] for row in rows).most_common(1)[0][1] / len(rows)
+
+
+def group_results(rows):
+    """Return a row with GROUP_COLUMNS for each set and kind of the answers, in their order."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row[3], row[4]].append(row)
+    # Sets in the order of the file, and kinds within them.
+    sets, kinds = (list(dict.fromkeys(key[n] for key in groups)) for n in (0, 1))
+    ordered = sorted(groups, key=lambda key: (sets.index(key[0]), kinds.index(key[1])))
+    return [[*key, share_right(groups[key]), sum(row[0] for row in groups[key]), len(groups[key]),
+             majority_guess(groups[key])] for key in ordered]
+
+
+def report_answers(rows, lengths, groups):
+    """
+    Yield lines: accuracy and majority guess of all, the same by set and kind, the failures.
+    lengths: mean tokens of an answer of the model, and of an expected one.
+    """
+    guess = sum(share * count for *_, count, share in groups) / len(rows)
+    yield (f"accuracy {share_right(rows):.4f} ({sum(row[0] for row in rows)} of {len(rows)}), "
+           f"{guess:.4f} by always giving the most frequent answer of a kind; "
+           f"{lengths[0]:.1f} tokens on average, expected {lengths[1]:.1f}")
+    if len(groups) > 1:
+        table = [[name.lower() for name in GROUP_COLUMNS]]
+        table += [[one_line(of_set), one_line(kind), f"{share:.4f}", str(right), str(count),
+                   f"{most:.4f}"] for of_set, kind, share, right, count, most in groups]
+        widths = [max(width(row[n]) for row in table) for n in range(len(GROUP_COLUMNS))]
+        yield ""
+        for row in table:
+            yield "  ".join(pad(cell, size) for cell, size in zip(row, widths)).rstrip()
+    failures = [row for row in rows if not row[0]]
+    for _, expected, given, _, _, question in failures[:20]:
+        asked = question if len(question) <= 60 else "..." + question[-57:]
+        yield f"wrong: {asked!r}: expected {one_line(expected)}, answered {one_line(given)}"
+    if len(failures) > 20:
+        yield f"... and {len(failures) - 20} more"
+
+
+def evaluate_conversations(model, vocabulary, folder):
+    found = read_conversations(conversations)
+    chat = chat_of(model, vocabulary, folder)
+    if not chat:
+        print("the model has no chat template: it continues the plain text, as a base model does")
+    answers = write_answers(model, vocabulary, chat, [turns[:-1] for turns, *_ in found])
+    rows = []
+    for (turns, of_set, kind), (given, _) in zip(found, answers):
+        question, expected = turns[-2][1], turns[-1][1].strip()
+        rows.append([given == expected, expected, given, of_set, kind, question])
+    lengths = (sum(length for _, length in answers) / len(rows),
+               sum(len(vocabulary.encode_inside(row[1])) for row in rows) / len(rows))
+    groups = group_results(rows)
+    print("\n".join(report_answers(rows, lengths, groups)))
+    save_for_page({"data": conversations, "accuracy": share_right(rows), "names": GROUP_COLUMNS,
+                   "groups": groups, "columns": ANSWER_COLUMNS, "rows": wrong(rows)}, folder)
+
+    def results(wandb):
+        by_group = {"/".join(filter(None, ("accuracy", of_set, kind))): share
+                    for of_set, kind, share, *_ in groups}
+        return by_group | {"evaluation": wandb.Table(columns=ANSWER_COLUMNS, data=rows),
+                           "accuracy": share_right(rows)}
+
+    if wandb_log:
+        log_to_wandb(folder, results)
 
 
 # ---- a small labelled data set -------------------------------------------------------------------
@@ -416,8 +584,9 @@ def write_intents(folder):
 def main():
     if make_intents:
         return write_intents(make_intents)
-    if not (perplexity or data or harness):
-        fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
+    if not (perplexity or data or harness or conversations):
+        fail("nothing to evaluate; give --perplexity=FILE, --data=FILE, --harness=FILE or "
+             "--conversations=FILE")
     torch_device, folder = distributed.setup(device), checkpoint.newest_run(out_dir)
     model, vocabulary = load_model(folder, tokenizer, torch_device)
     if perplexity:
@@ -426,6 +595,8 @@ def main():
         evaluate_labelled(model, vocabulary, torch_device, folder)
     if harness:
         evaluate_choices(model, vocabulary, torch_device)
+    if conversations:
+        evaluate_conversations(model, vocabulary, folder)
 
 
 if __name__ == "__main__":

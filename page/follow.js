@@ -97,7 +97,7 @@ export async function show(main) {
       card(t("Files"), files(), soft(`${t("Checkpoints")}: ${checkpoints}`)),
       card(t("Alerts"), alerts.length ? h("ul", {}, alerts) : soft(t("none"))),
       job() ? card(t("Console"), output(job().id)) : "",
-      run.evaluation.matrix ? card(t("Evaluation"), evaluation(run.evaluation)) : "",
+      run.evaluation.columns ? card(t("Evaluation"), evaluation(run.evaluation)) : "",
       card(t("Notes"), notes()), card(t("Settings"), table(t("Settings"), [], settings)))
   }
 
@@ -175,8 +175,11 @@ function duration(seconds) {
   return seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
 }
 
-/** Show the results of evaluate.py: accuracy, confusion matrix (rows: expected), wrong answers. */
-function evaluation({ data, accuracy, names, matrix, columns, rows }) {
+/**
+ * Show the results of evaluate.py: accuracy, wrong answers, and the confusion matrix of labelled
+ * prompts (rows: expected) or the results of each kind of question (groups).
+ */
+function evaluation({ data, accuracy, names, matrix, groups, columns, rows }) {
   const max = Math.max(1, ...matrix.flat())
   /** Make a cell whose background grows stronger with the count. color: a CSS variable. */
   const cell = (count, color) => {
@@ -188,7 +191,9 @@ function evaluation({ data, accuracy, names, matrix, columns, rows }) {
     h("th", { scope: "row" }, names[i]),
     ...line.map((count, j) => cell(count, i === j ? "good" : "bad"))])
   const answers = rows.map(cells => cells.slice(1).map(format))
+  const isMatrix = matrix.length > 0
   return [h("p", {}, `${data}: ${t("accuracy")} ${format(accuracy)}`),
-    table(t("Evaluation"), [t("expected"), ...names], counts, ""),
+    isMatrix && table(t("Evaluation"), [t("expected"), ...names], counts, ""),
+    !isMatrix && table(t("Evaluation"), names, groups.map(cells => cells.map(format)), ""),
     rows.length > 0 && table(t("Wrong answers"), columns.slice(1), answers)]
 }

@@ -77,11 +77,13 @@ def evaluation(folder):
     Return the results of evaluate.py in a run's folder, or {} if there are none or their types are
     wrong: anyone may have written the file.
     """
-    found = {"names": [], "columns": [], "rows": []} | clean(json_of(folder / "evaluation.json"))
-    lists = [found.get(name) for name in ("names", "columns", "rows", "matrix")]
-    if not all(isinstance(part, list) for part in lists):
+    lists = "names", "columns", "rows", "matrix", "groups"
+    found = {name: [] for name in lists} | clean(json_of(folder / "evaluation.json"))
+    if not all(isinstance(found[name], list) for name in lists):
         return {}
-    if not all(isinstance(row, list) for row in found["rows"] + found["matrix"]):
+    if not (found["matrix"] or found["groups"]):
+        return {}
+    if not all(isinstance(row, list) for row in found["rows"] + found["matrix"] + found["groups"]):
         return {}
     if not all(isinstance(n, (int, float)) for row in found["matrix"] for n in row):
         return {}
