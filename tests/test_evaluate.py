@@ -13,9 +13,12 @@ import torch
 import evaluate
 import export
 import track
+from engine.formats.chat_template import CHATML, Chat
+from engine.formats.layout import TEMPLATE
 from model import ModelArgs, Transformer
+from page import run_api
 from tests import forked
-from tokenizer import Bytes
+from tokenizer import Bytes, Characters
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -253,3 +256,118 @@ def test_bytes_that_are_no_character_count_as_in_run(model, tmp_path, capsys, ru
         ours, theirs = (re.findall(r"[0-9.]+", said) for said in (capsys.readouterr().out, run("--perplexity", tmp_path / "text")))
         assert list(map(float, theirs)) == pytest.approx(list(map(float, ours)), rel=1e-4), data
         assert Bytes().encode(os.fsdecode(data)) == [int(i) for i in run("--tokenize", "-i", data).split()], data
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------------
+
+def chat_model(folder, seed=0, context=256):
+    """An untrained model of lower-case letters with ChatML's markers, as a GGUF file; its greedy answers differ by question."""
+    vocabulary = Chat(CHATML, Characters("abcdefghijklmnopqrstuvwxyz ?\n")).tokenizer
+    torch.manual_seed(seed)
+    model = Transformer(ModelArgs(dim=32, n_layers=2, n_heads=2, vocab_size=len(vocabulary.pieces()), max_seq_len=context)).eval()
+    for p in model.parameters():  # larger than at initialization, so that answers depend on questions
+        p.data += torch.randn_like(p) * 0.3
+    export.export_model(model.state_dict(), model.args, vocabulary, folder / "chat.gguf", extra={TEMPLATE: CHATML})
+    return str(folder / "chat.gguf")
+
+
+def dialogue(*texts, **more):
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]} | more
+
+
+def evaluated(monkeypatch, capsys, path, records, folder):
+    """Return what evaluate.py prints about a model and conversations."""
+    (folder / "c.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for knob, value in {"out_dir": path, "conversations": str(folder / "c.jsonl"), "device": "cpu"}.items():
+        monkeypatch.setattr(evaluate, knob, value)
+    evaluate.main()
+    return capsys.readouterr().out
+
+
+def test_answers_are_those_of_run_and_right_if_they_are_the_expected_ones(tmp_path, monkeypatch, capsys, run_bin):
+    path, rng = chat_model(tmp_path), random.Random(0)
+    asked = [["".join(rng.choices("abcdefg ", k=rng.randrange(1, 12))) for _ in range((1, 3)[n % 2])] for n in range(20)]
+    requests = [json.dumps(dialogue(*texts) | {"id": n, "temperature": 0, "max_tokens": evaluate.MAX_ANSWER}) for n, texts in enumerate(asked)]
+    done = subprocess.run([run_bin, path, "--jsonl"], input="\n".join(requests), capture_output=True, text=True, check=True)
+    answers = [row["text"] for row in sorted(map(json.loads, done.stdout.splitlines()), key=lambda row: row["id"])]
+    assert len({answer[:5] for answer in answers}) > 5
+    records = [dialogue(*texts, answer if n % 4 else answer + "x", kind="ab"[n % 3 == 0], set="s")
+               for n, (texts, answer) in enumerate(zip(asked, answers))]
+    told = evaluated(monkeypatch, capsys, path, records, tmp_path)
+    assert told.startswith("accuracy 0.7500 (15 of 20), ") and told.count("wrong: ") == 5
+    right = {kind: [n % 4 > 0 for n in range(20) if "ab"[n % 3 == 0] == kind] for kind in "ab"}
+    table = {line.split()[1]: line.split()[2:] for line in told.splitlines() if line.startswith("s ")}
+    assert {kind: row[:3] for kind, row in table.items()} == {
+        kind: [f"{sum(found) / len(found):.4f}", str(sum(found)), str(len(found))] for kind, found in right.items()}
+
+
+def test_results_by_set_and_kind_beside_the_majority_guess():
+    rows = [[True, "x", "x", "known", "who", "q1"], [False, "x", "y", "known", "who", "q2"], [True, "z", "z", "known", "who", "q3"],
+            [False, "w", "", "new", "who", "q4"], [True, "v", "v", "known", "what", "q" * 70]]
+    groups = evaluate.group_results(rows)
+    assert groups == [["known", "who", 2 / 3, 2, 3, 2 / 3], ["known", "what", 1.0, 1, 1, 1.0], ["new", "who", 0.0, 0, 1, 1.0]]
+    lines = list(evaluate.report_answers(rows, (1.25, 1.0), groups))
+    assert lines[0] == ("accuracy 0.6000 (3 of 5), 0.8000 by always giving the most frequent answer of a kind; "
+                        "1.2 tokens on average, expected 1.0")
+    assert [line.split() for line in lines[2:6]] == [
+        ["set", "kind", "accuracy", "right", "questions", "majority"], ["known", "who", "0.6667", "2", "3", "0.6667"],
+        ["known", "what", "1.0000", "1", "1", "1.0000"], ["new", "who", "0.0000", "0", "1", "1.0000"]]
+    assert lines[6:] == ["wrong: 'q2': expected x, answered y", "wrong: 'q4': expected w, answered "]
+    many = list(evaluate.report_answers([[False, "x", "y", "", "", "q" * 70]] * 21, (1, 1), [["", "", 0.0, 0, 21, 1.0]]))
+    assert len(many) == 22 and many[-1] == "... and 1 more" and many[1] == f"wrong: '...{'q' * 57}': expected x, answered y"
+
+
+def test_a_model_without_a_chat_template_continues_the_plain_text(model, tmp_path, monkeypatch, capsys, run_bin):
+    export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
+    found = evaluate.write_answers(model, Bytes(), None, [[("user", "switch"), ("assistant", "on"), ("user", "it")]])
+    plain, = model.generate([Bytes().encode("switch\non\nit", bos=True)], evaluate.MAX_ANSWER, 0, stop=(Bytes().bos_id, Bytes().eos_id))
+    new = [token for token in plain[13:] if token > 2]
+    assert found == [(Bytes().decode(new).strip(), len(new))]
+    told = evaluated(monkeypatch, capsys, str(tmp_path / "m.gguf"), [{"prompt": "switch it", "response": "on"}], tmp_path)
+    assert told.startswith("the model has no chat template: it continues the plain text") and "accuracy 0.0000 (0 of 1), 1.0000" in told
+
+
+@pytest.mark.parametrize("record, message", [
+    ("", "is empty; expected lines of a conversation that ends with an answer"), ("{}", "line 1: ValueError it is no conversation"),
+    (json.dumps({"text": "a"}), "it is no conversation"), (json.dumps({"messages": []}), "its last turn is no answer"),
+    (json.dumps(dialogue("a")), "line 1: ValueError its last turn is no answer"), ("3", "it is no conversation"),
+    (json.dumps({"messages": [{"role": "assistant", "content": "a"}]}), "expected user and assistant in turn"),
+    (json.dumps(dialogue("a", "b")) + "\n" + json.dumps(dialogue("a", 3)), "line 2: ValueError content of turn 2 is a number"),
+    (json.dumps(dialogue("a " * 200, "b")), "tokens, the model's context is 256; shorten it")])
+def test_a_conversation_that_cannot_be_answered_is_one_line(tmp_path, monkeypatch, capsys, record, message):
+    (tmp_path / "bad.jsonl").write_text(record)
+    for knob, value in {"out_dir": chat_model(tmp_path), "conversations": str(tmp_path / "bad.jsonl"), "device": "cpu"}.items():
+        monkeypatch.setattr(evaluate, knob, value)
+    with pytest.raises(SystemExit) as e:
+        evaluate.main()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_built_in_questions_are_500_in_three_sets():
+    found = evaluate.read_conversations("questions")
+    assert len(found) == 500 and {of_set for _, of_set, _ in found} == {"known", "new words", "new kinds"}
+    assert all([role for role, _ in turns] == ["user", "assistant"] and kind for turns, _, kind in found)
+
+
+@pytest.mark.slow
+def test_a_model_trained_on_conversations_answers_and_the_result_is_in_wandb_and_on_the_page(tmp_path):
+    words = {"red": "stop", "green": "go", "blue": "wait"}
+    records = [dialogue(f"{color} light {i}", act, kind=color) for i in range(70) for color, act in words.items()]
+    for name, part in ("train", records[:180]), ("test", records[180:]):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    tuned = command(tmp_path, "train.py", "--data=train.jsonl", "--out_dir=tuned", "--max_iters=200", "--learning_rate=6e-3",
+                    "--vocab_source=byte", "--dim=64", "--n_layers=2", "--n_heads=2", "--max_seq_len=128", "--batch_size=8",
+                    "--device=cpu", "--log_interval=100", "--eval_interval=500", "--eval_iters=1")
+    assert tuned.returncode == 0, tuned.stderr
+    done = command(tmp_path, "evaluate.py", "tuned", "--conversations=test.jsonl", "--wandb_log=True", "--device=cpu")
+    assert done.returncode == 0 and "wandb sync" in done.stdout, done.stderr
+    assert float(done.stdout.split()[1]) > 0.9, done.stdout
+    table = json.loads(next((tmp_path / "wandb").rglob("evaluation_*.table.json")).read_text())
+    assert table["columns"] == evaluate.ANSWER_COLUMNS and len(table["data"]) == 30
+    history = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*")))
+    row = next(r["history"]["item"] for r in history if r["type"] == "history")
+    assert row["accuracy"] > 0.9 and row["accuracy/red"] > 0.9
+    shown = run_api.evaluation(tmp_path / "tuned")
+    assert shown["accuracy"] == row["accuracy"] and [group[1] for group in shown["groups"]] == ["red", "green", "blue"]
+    assert shown["names"] == evaluate.GROUP_COLUMNS and shown["matrix"] == []
