@@ -331,7 +331,7 @@ def test_a_model_without_a_chat_template_continues_the_plain_text(model, tmp_pat
     ("", "is empty; expected lines of a conversation that ends with an answer"), ("{}", "line 1: ValueError it is no conversation"),
     (json.dumps({"text": "a"}), "it is no conversation"), (json.dumps({"messages": []}), "its last turn is no answer"),
     (json.dumps(dialogue("a")), "line 1: ValueError its last turn is no answer"), ("3", "it is no conversation"),
-    (json.dumps({"messages": [{"role": "assistant", "content": "a"}]}), "expected user and assistant in turn"),
+    (json.dumps({"messages": [{"role": "assistant", "content": "a"}]}), "expected user and assistant alternately"),
     (json.dumps(dialogue("a", "b")) + "\n" + json.dumps(dialogue("a", 3)), "line 2: ValueError content of turn 2 is a number"),
     (json.dumps(dialogue("a " * 200, "b")), "tokens, the model's context is 256; shorten it")])
 def test_a_conversation_that_cannot_be_answered_is_one_line(tmp_path, monkeypatch, capsys, record, message):

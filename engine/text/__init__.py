@@ -7,6 +7,7 @@ Text to tokens. From the lower module to the upper; no module imports one that c
     tables        .csv, .tsv, .parquet, .json and .jsonl
     readers       any file to UTF-8
     stories       the built-in stories
+    questions     questions about them, with answers
     downloads     texts that are downloaded
     sources       what --data may name; a module there is a source of your own
     corpus        where the documents of a source are
