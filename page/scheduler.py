@@ -28,7 +28,7 @@ MAX_KEPT_BYTES = 1 << 28  # bytes of the KV caches of all sequences that an engi
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
 # The running texts of an engine may take this share of the memory that is free when it starts.
 MEMORY_SHARE = 0.5
-POLL = 0.2  # seconds after which a client that waits for an event learns that there is none
+POLL = 0.2  # max seconds to wait for an event, before checking whether the client has left
 
 
 class SequenceCache:

@@ -67,7 +67,7 @@ class LoadedModel:
             return self.cache
 
     def grammar(self):
-        """Return the grammar of JSON objects, of which each text takes a copy."""
+        """Return the grammar of JSON objects. Each text uses a copy of it."""
         with self.lock:
             self.json_grammar = self.json_grammar or llamac.Grammar(self.model)
             return self.json_grammar

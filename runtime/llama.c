@@ -544,7 +544,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
         Error gpu_error;
         if (open_backend(engine, true, &opening, &gpu_error)) return true;
         CHECK(automatic, "%s", gpu_error.text);
-        // This is no failure: `fail` writes the note, and the engine starts on the CPU
+        // `fail` only writes the note here: the engine starts on the CPU
         fail(&engine->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
     return open_backend(engine, false, &opening, e);

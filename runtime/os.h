@@ -17,9 +17,9 @@ typedef struct {
 bool llamac_map_file(const char *path, File *, Error *);
 void llamac_unmap(File *);
 
-// Reads a file into allocated memory, of which *size bytes were read. Other programs may cut the
-// file off meanwhile: access to a mapped file would then end this program with SIGBUS. Reads no
-// more than the first n bytes if these are not `magic`. Fails like llamac_map_file.
+// Reads a file and returns its bytes, to be freed, and their number in *size. Reading is safer than
+// mapping: if another program truncates a mapped file, access to it raises SIGBUS. If the first n
+// bytes are not `magic`, reads only these. Fails like llamac_map_file.
 uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *);
 
 // A file that is being written under its own name, in the folder where it will be.

@@ -44,7 +44,7 @@ class Template:
     stop: str = ""       # the marker that ends an answer; "": EOS ends it
     # Before the first turn. None: BOS, if the vocabulary adds BOS or the Jinja source names it.
     begin: str | None = None
-    open: str = ""       # begins every turn of the user, of which a system prompt is part
+    open: str = ""       # begins every turn of the user; a system prompt follows it
     system_open: str = ""   # around the system prompt, in the first turn only
     system_close: str = ""
     user_open: str = ""     # around the words of the user

@@ -400,7 +400,7 @@ def from_parquet(path, column, copy):
 
 
 def conversation_columns(schema, column):
-    """Return the names of the columns that hold conversations, [] if there are none."""
+    """Return the names of the columns that hold conversations; [] if the table has none."""
     if pick_column(schema.names, column) is not None:
         return []
     is_one = conversations.format_of(dict.fromkeys(schema.names), column_names(column))
