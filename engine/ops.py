@@ -299,6 +299,12 @@ def cross_entropy(x, lm_head, targets):
     when compiled for GPUs, uncompiled within plain_formulas(), or with an lm_head that computes
     more than a product (the written-out form takes only its weight).
     """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Skip the rows without a target, most of the rows of conversations. Not on a GPU, because
+        # finding them would wait for it.
+        with_target = (targets >= 0).nonzero()[:, 0]
+        if 0 < len(with_target) < len(targets):
+            x, targets = x.index_select(0, with_target), targets[with_target]
     use_plain = x.is_cuda if torch.compiler.is_compiling() else plain.get()
     if use_plain or not is_product(lm_head):
         return cross_entropy_plain(x, lm_head, targets)

@@ -67,6 +67,16 @@ def test_cross_entropy_equals_its_plain_formula(monkeypatch, piece, dtype, near)
         assert (a - b).norm() <= 2 * near * b.norm()
 
 
+def test_cross_entropy_computes_logits_only_where_there_is_a_target(monkeypatch):
+    x, head, y = torch.randn(70, 48), classifier(torch.randn(101, 48)), torch.full((70,), -1)
+    y[[3, 5, 69]] = 7
+    rows, into = [], ops.into
+    monkeypatch.setattr(ops, "into", lambda out, *rest, **more: rows.append(len(out)) or into(out, *rest, **more))
+    with torch.no_grad():
+        loss = ops.cross_entropy(x, head, y)
+    assert rows == [3] and loss.item() == pytest.approx(ops.cross_entropy_plain(x, head, y).item(), rel=1e-6)
+
+
 def test_what_compilers_get_equals_what_is_written_out(monkeypatch):
     """Loss and gradients of a model by the plain formulas; compiled, they are one graph without gaps."""
     net, x = build(**SMALL, n_kv_heads=2), torch.randint(101, (3, 21))

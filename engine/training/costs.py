@@ -120,15 +120,18 @@ def num_params(args):
     return sum(parameters(args).values())
 
 
-def flops_per_token(args):
+def flops_per_token(args, predicted=1.0):
     """
     Return the FLOPs of forward and backward per token: 6 N + 12 L H Q T.
 
     N counts the lm_head but not the embedding, which is a look-up. The second term is attention: L
     layers, H heads of Q dimensions, a context of T. https://arxiv.org/abs/2204.02311 appendix B
+    predicted: the share of tokens for which the lm_head computes logits.
     """
     counts = parameters(args)
+    lm_head = args.vocab_size * args.dim
     n = sum(counts.values()) - (0 if args.tied else counts["embedding"])
+    n -= round(lm_head * (1 - predicted))
     return 6 * n + 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
 
 
@@ -484,8 +487,10 @@ def describe(config, args, dataset, setup, estimate):
     device, meta, say = setup.device, dataset.meta, distributed.say
     peak, basis = hardware.peak_flops(device, setup.amp_dtype, config.peak_tflops)
     name = hardware.device_name(device)
+    # ops.cross_entropy computes logits for answers alone on the CPU.
+    predicted = dataset.answer_share if dataset.masks and device.type == "cpu" else 1.0
     derived = {"model_args": asdict(args), "n_params": num_params(args),
-               "flops_per_token": flops_per_token(args),
+               "flops_per_token": flops_per_token(args, predicted),
                "tokens_per_iter": tokens_per_step(config), "device_name": name,
                "compute_dtype": str(setup.amp_dtype).split(".")[-1],
                "world_size": distributed.world, "peak_flops": peak, "mfu_basis": basis,
