@@ -258,6 +258,12 @@ def test_flops_per_token_against_a_count(shape):
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert counter.get_total_flops() == x.numel() * (flops_per_token(model.args) - 6 * norms)
 
+    targets = x.where(x % 2 == 0, -1)
+    predicted = (targets >= 0).float().mean().item()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_}) as counter:
+        model(x, targets)[1].backward()
+    assert counter.get_total_flops() == pytest.approx(x.numel() * (flops_per_token(model.args, predicted) - 6 * norms), rel=1e-5)
+
 
 def test_initialisation():
     torch.manual_seed(0)
