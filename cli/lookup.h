@@ -10,14 +10,15 @@
 #include <stdint.h>
 
 enum {
-    MAX_GUESSES = 8, // tokens in a call
-    FIRST_GUESSES = 1,
-    MIN_MATCH = 2, // tokens that must be the same at both places
+    MAX_GUESSES = 8,   // max tokens to guess for each text of a call
+    FIRST_GUESSES = 1, // tokens to guess for a text that has had no guesses yet
+    MIN_MATCH = 2,     // tokens that must be the same at both places
     MAX_MATCH = 8,
 };
 
-// Writes up to `max` tokens that may follow the tokens (n,) of a text: those that follow the
-// longest earlier match of its last tokens, the latest of equals. Returns their number.
+// Guesses `max` tokens that may follow the tokens (n,) of a text: those that follow the longest
+// earlier match of its last tokens, the latest one if several are equally long. Returns `max`, or 0
+// if no MIN_MATCH tokens match.
 static int guess_tokens(const int *tokens, int n, int max, int *guesses) {
     int longest = 0, from = 0;
     for (int end = n - 1; end > 0 && longest < MAX_MATCH; end--) {
@@ -40,21 +41,22 @@ static int next_guesses(int n, int right) {
     return 2 * n < MAX_GUESSES ? 2 * n : MAX_GUESSES;
 }
 
-// What guesses cost and save. Only those calls of the model are counted in which each text has one
-// token beside its guesses.
+// What guesses cost and save, in units of a call of the model without guesses. Calls that read a
+// prompt are not counted: in a counted call each text has one token and its guesses.
 typedef struct {
-    bool on;                   // --lookup is given
-    int n_texts;               // in the latest calls
-    int64_t n_latest, n_plain; // calls for so many texts: all, and those without guesses
-    double plain;              // seconds that a call without guesses takes
-    int64_t calls;             // so far
-    double lost;               // time that guesses took, less that of calls they spared, in calls
-    int64_t n, n_right;        // guesses
+    bool on;            // --lookup is given
+    int n_texts;        // texts of the latest call
+    int64_t n_latest;   // calls since n_texts has changed
+    int64_t n_plain;    // those of them without guesses
+    double plain;       // seconds that one of these takes
+    int64_t calls;      // all calls
+    double lost;        // calls' time that guesses took, less the calls that they made unnecessary
+    int64_t n, n_right; // tokens that were guessed, and those that were right
 } Lookup;
 
 // Returns whether the next call, for n_texts texts, may have guesses: as long as all guesses
-// together have lost at most a hundredth of the time. At least three calls, and one in 32, have
-// none, so that the time without guesses is known.
+// together have lost at most a hundredth of the time. The first three calls for n_texts texts, and
+// then one more for every 32, have none, so that the time without guesses is known.
 static bool may_guess(const Lookup *l, int n_texts) {
     bool known = l->n_texts == n_texts && l->n_plain > 2 + l->n_latest / 32;
     return l->on && known && l->lost <= 0.01 * (double)l->calls;
@@ -71,14 +73,15 @@ static void count_call(Lookup *l, int n_texts, int n, double seconds) {
     // longer contexts take longer
     if (!n) l->plain *= 1.01;
     if (seconds < l->plain) l->plain = seconds;
-    // If it took longer than a call for each token, other programs have disturbed it
+    // A guess costs a text at most one more call. A longer time was caused by other programs
     double extra = seconds / l->plain - 1, max = (double)n / n_texts;
     l->lost += extra < max ? extra : max;
     l->calls++;
     l->n += n;
 }
 
-// Counts n guesses that were right: each is a token that needs no call of its own.
+// Counts n guesses that were right. A call evaluates a token of each text, so a text that has
+// gained a token has made one call in n_texts unnecessary.
 static void count_right(Lookup *l, int n) {
     l->lost -= (double)n / l->n_texts;
     l->n_right += n;

@@ -8,31 +8,33 @@
 static const char help[] =
     "Usage: run MODEL [options]      MODEL: a GGUF file, one of llama2.c's .bin files, or the "
     "folder\n"
-    "                                of a run, with its model.gguf. Defaults are in parentheses.\n"
+    "                                of a training run (its model.gguf). Defaults are in (...).\n"
     "  -i TEXT          prompt; - reads it from stdin      -f FILE  prompt from a file\n"
-    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat;\n"
-    "                   0 is the context (256)\n"
+    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat (256);\n"
+    "                   0: until the context is full\n"
     "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
     "  -p NUMBER        sample from the most likely tokens with this total probability;\n"
     "                   0 or 1: from all (0.9)\n"
     "  -k NUMBER        sample from this many of the most likely tokens; 0: from all (0)\n"
     "  --min-p NUMBER   leave out tokens less likely than this share of the most likely (0)\n"
-    "  --repeat-penalty, --frequency-penalty, --presence-penalty NUMBER\n"
-    "                   against repetition of the last 64 tokens, as in llama.cpp and OpenAI's API "
-    "(0)\n"
+    "  --repeat-penalty NUMBER  divides positive logits of the last 64 tokens, multiplies\n"
+    "                   negative ones, as in llama.cpp; 0 and 1: off (0)\n"
+    "  --frequency-penalty, --presence-penalty NUMBER  lower these logits, for each\n"
+    "                   occurrence and once, as in OpenAI's API; 0: off (0)\n"
     "  -s NUMBER        seed, 0 takes the time (0)\n"
     "  --stop TEXT      end before this text; may be given several times\n"
-    "  -b NUMBER        texts at once: of one prompt, with seeds s, s+1 ... (1), or of\n"
-    "                   --prompts and --jsonl (16)\n"
+    "  -b NUMBER        texts of the prompt, with seeds s, s+1 ... (1); with --prompts and\n"
+    "                   --jsonl, max texts that are computed at the same time (16)\n"
     "  --prompts FILE   continue each line of a file; the texts come in the order of the lines\n"
     "  --prompt-cache FILE  keep keys and values of the prompt in a file; the next prompt\n"
     "                   that begins alike is evaluated from where it differs\n"
     "  --json-object    write a JSON object, complete within -n tokens, without the prompt\n"
-    "  --lookup         guess tokens from earlier places of the text: the same text, faster\n"
-    "                   where it repeats itself or the prompt\n"
+    "  --lookup         guess tokens from earlier places of the text: faster where it repeats\n"
+    "                   itself or the prompt; what is written does not change\n"
     "  --jsonl          answer requests from stdin, a JSON object a line (doc/models.md)\n"
     "  -m MODE          generate or chat (generate)\n"
-    "  -y TEXT          system prompt of the chat; empty: none (the template's own, if any)\n"
+    "  -y TEXT          system prompt of the chat (the template's own, if it has one);\n"
+    "                   -y '' for none\n"
     "  --template NAME  what the chat puts around your words (as the model file says):\n"
     "                   chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1,\n"
     "                   mistral-v3, mistral-v3-tekken, phi3 or phi4-mini\n"
@@ -51,7 +53,8 @@ static const char help[] =
     "  --logits         write the logits of every prompt token as float32\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --bench          measure the speed with a prompt, then with -n tokens one by one,\n"
-    "                   of -b texts together; --json prints JSON\n"
+    "                   of -b texts together\n"
+    "  --json           print the result of --bench as JSON\n"
     "  --version        version, instruction set and devices      -h, --help  this text\n";
 
 #ifdef CUDA
@@ -60,7 +63,11 @@ static const char default_device[] = "cuda", devices[] = "cuda, cpu";
 static const char default_device[] = "cpu", devices[] = "cpu";
 #endif
 
-enum { MAX_STOPS = 16, MAX_AT_ONCE = 1024, AT_ONCE = 16 }; // AT_ONCE: texts at once without -b
+enum {
+    MAX_STOPS = 16, // room for the texts of --stop, the last of which stays unused
+    MAX_AT_ONCE = 1024,
+    AT_ONCE = 16, // texts at the same time of --prompts and --jsonl without -b
+};
 
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system;
@@ -68,7 +75,7 @@ typedef struct {
     const char *stops[MAX_STOPS];
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
-    double seed, steps, context, threads, at_once;
+    double seed, steps, context, threads, at_once; // 0 where the option was not given
     bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
 } Options;
 
@@ -80,7 +87,7 @@ typedef struct {
     const char **text;
     double *number, min, max;
     bool whole; // the number is a whole one
-    int *count; // the option may be given several times: how often it was
+    int *count; // how often the option was given; NULL: the last value counts
 } Option;
 
 static Option find_option(Options *o, const char *flag) {
@@ -136,7 +143,7 @@ static double parse_number(const Option *o, const char *s) {
     return value;
 }
 
-// Stores the value of an option; NULL: the command line has none.
+// Stores the value of an option. NULL: the option has no value, or the command line ends before it.
 static void set_option(const Option *o, const char *value) {
     if (!o->on && !value) die(o->flag, "its value is missing; see run --help");
     if (o->on) *o->on = true;
@@ -164,19 +171,19 @@ static void check_tasks(const Options *o) {
             "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
     if (o->json && !o->bench) die("--json", "expected --bench beside it");
     if (o->prompts && o->jsonl) die("--jsonl", "there are prompts from --prompts already");
-    for (int i = 0; i < 2; i++) {
-        if (!(i ? o->jsonl : o->prompts != NULL)) continue;
-        const char *flag = i ? "--jsonl" : "--prompts";
+    if (o->prompts || o->jsonl) {
+        const char *flag = o->jsonl ? "--jsonl" : "--prompts";
         if (has_prompt) die(flag, "there is a prompt from %s already", o->prompt ? "-i" : "-f");
         if (tasks || chat) die(flag, "expected no other task beside it");
     }
     if (o->at_once > 1 && ((tasks && !o->bench) || chat))
-        die("-b", "expected texts or --bench, not another task");
+        die("-b", "expected texts to generate, or --bench, not another task");
     if (o->prompt_cache && (tasks || chat || o->prompts || o->jsonl || o->at_once > 1))
         die("--prompt-cache",
-            "expected one text: no chat, no other task, no --prompts, --jsonl or -b");
+            "expected one text: no chat, no other task, no --prompts, --jsonl or -b above 1");
     if ((o->json_object || o->lookup) && tasks)
-        die(o->lookup ? "--lookup" : "--json-object", "expected texts or a chat, not another task");
+        die(o->lookup ? "--lookup" : "--json-object",
+            "expected texts to generate, or a chat, not another task");
 }
 
 static void check_options(const Options *o) {
@@ -190,7 +197,7 @@ static void check_options(const Options *o) {
         die("--device", "'%s' is no device, expected cpu, cuda or auto", device);
     if (!strcmp(device, "cuda") && strcmp(default_device, "cuda") != 0)
         die("--device", "this program computes on the CPU; make runcuda builds the one for GPUs");
-    kv_bits(o->kv);
+    kv_bits(o->kv); // checks the name
 }
 
 static void print_version(void) {

@@ -58,7 +58,7 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            self.chat_error = str(e).partition(";")[0]  # without the advice for users of run
+            self.chat_error = str(e).partition(";")[0]  # the rest advises users of ./run
 
     def sequences(self):
         """Return the SequenceCache of the model's engine."""
@@ -89,7 +89,7 @@ def integer(low, high):
 
 
 def is_stop(value):
-    """Return whether a value is a text, or up to four of them."""
+    """Return whether a value is a text of at most 10,000 characters, or at most four texts."""
     if isinstance(value, str):
         return len(value) <= 10_000
     return len(value) <= 4 and all(isinstance(text, str) for text in value)
@@ -153,7 +153,10 @@ class Generation:
                 "total_tokens": size + n_tokens}
 
     def tasks(self, loaded, inbox):
-        """Return the Tasks of the texts, the first prompt's first. loaded: the LoadedModel."""
+        """
+        Return a Task for each text: asked.n of the first prompt, then those of the second, and so
+        on. loaded: the LoadedModel.
+        """
         found, cache = [], loaded.sequences()
         for tokens in self.prompts:
             for i in range(self.n):
@@ -168,8 +171,8 @@ class Generation:
 
 def checked(body, fields, name, default=None):
     """
-    Return body[name] if its Field accepts it, the default for null and for a missing field. Raises
-    ApiError.
+    Return body[name], or the default of its Field if it is null or missing. Raises ApiError if the
+    Field refuses it.
     """
     value, field = body.get(name), fields[name]
     if value is None:
@@ -184,7 +187,8 @@ def refuse_unknown(given, known, place="", param=None):
     Raise ApiError for a field of `given` that is not in `known`, since a client may rely on a field
     that is ignored. Null is the same as no field.
 
-    place: prefix of the message; param: field that the error names, None for the unknown one.
+    place: prefix of the message; param: the field to name as the error's param, None: the unknown
+    field itself.
     """
     for name, value in given.items():
         if name not in known and value is not None:
@@ -200,8 +204,8 @@ def valid_text(text):
 
 def prompt_tokens(model, body, name="prompt"):
     """
-    Return the tokens of each prompt: of a text, a list of tokens, or a list of several of one kind.
-    Raises ApiError. name: of the field that has the prompts.
+    Return a list of the tokens of each prompt. The field `name` has a text, a list of tokens, a
+    list of texts or a list of lists of tokens. Raises ApiError.
     """
     prompt, size = body.get(name), model.info.vocab_size
 
@@ -212,7 +216,7 @@ def prompt_tokens(model, body, name="prompt"):
     prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
     if isinstance(prompts, list) and prompts:
         if all(isinstance(text, str) for text in prompts):
-            # An empty prompt is BOS alone; None: as the model expects.
+            # Argument bos of encode: an empty prompt is BOS alone; None leaves it to the model.
             return [model.encode(valid_text(text), None if text else True).tolist()
                     for text in prompts]
         if all(map(is_tokens, prompts)):
@@ -375,7 +379,8 @@ class Talk:
             asked = parse(body, chat, loaded)
         except ApiError as e:
             return e.response
-        # invalid JSON; a prompt that can't be encoded, a vocabulary without the characters of JSON
+        # ValueError: invalid JSON. llamac.Error: a prompt that can't be encoded, or a vocabulary
+        # that lacks characters which response_format needs.
         except (ValueError, llamac.Error) as e:
             return ApiError(str(e)).response
         except RecursionError:
@@ -386,10 +391,10 @@ class Talk:
 
     def generate(self, loaded, asked):
         """
-        Yield lists of (index, (text, details, count, reason)), what llamac.Continuation.advance()
-        has returned for the texts of a request since the list before; an empty list if nothing has
-        arrived for a while. Closing this iterator ends the texts. Raises llamac.Error or
-        MemoryError.
+        Yield lists of (index of a text, (text, details, count, reason)). The inner tuple is what
+        llamac.Continuation.advance() has returned for it; a list has those that arrived since the
+        list before, and is empty if none arrived within PAUSE. Closing this iterator ends the
+        texts. Raises llamac.Error or MemoryError.
         """
         inbox, tasks = Inbox(), []
         try:
@@ -409,12 +414,14 @@ class Talk:
 
     def stream(self, loaded, asked, gone):
         """
-        Yield lists of the events of a response, in JSON; an empty list makes the server find out
-        whether the client has closed the connection. gone(): returns whether it has.
+        Yield lists of the events of a response, in JSON; a list may be empty. Each lets the server
+        notice a closed connection. gone(): returns whether the client has closed it; it is asked
+        when nothing has arrived for a while.
         """
         head = {"id": new_id(), "created": int(time.time()), "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}
-        begin, total = json.dumps(head)[:-1] + ', "choices": [', 0  # of each chunk
+        begin = json.dumps(head)[:-1] + ', "choices": ['  # of each chunk
+        total = 0
         try:
             if asked.chat:
                 first = {"delta": {"role": "assistant", "content": ""}}
@@ -436,7 +443,7 @@ class Talk:
             yield [json.dumps(server_error(e))]
 
     def whole(self, loaded, asked, gone):
-        """Return all texts in one response, as stream() has them in many."""
+        """Return one Response with all texts. The arguments are those of stream()."""
         parts = [[] for _ in range(asked.n * len(asked.prompts))]  # of each text
         try:
             with contextlib.closing(self.generate(loaded, asked)) as batches:
@@ -514,6 +521,6 @@ def model_files(runs):
     found = {}
     for name, run in list(runs.runs.items()):
         paths = {name: run.folder / "model.gguf", f"{name}/last.gguf": run.folder / "last.gguf"}
-        # isfile() is False also for a folder that can't be read.
+        # Path.is_file() would raise an error in a folder that can't be read.
         found |= {key: path for key, path in paths.items() if os.path.isfile(path)}
     return found

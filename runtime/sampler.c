@@ -32,8 +32,8 @@ void llamac_free_sampler_memory(SamplerMemory *m) {
 
 static bool check_biases(const llamac_sampler *s, int vocab_size, Error *e) {
     CHECK(s->n_biases >= 0, "%d biases, expected 0 or more", s->n_biases);
-    CHECK(!s->n_biases || (s->bias_tokens && s->biases), "%d biases at NULL, expected arrays",
-          s->n_biases);
+    CHECK(!s->n_biases || (s->bias_tokens && s->biases),
+          "%d biases, but bias_tokens or biases is NULL", s->n_biases);
     for (int i = 0; i < s->n_biases; i++) {
         int token = s->bias_tokens[i];
         float bias = s->biases[i];
@@ -56,7 +56,8 @@ static bool check_penalties(const llamac_sampler *s, Error *e) {
           "the presence penalty is %g, expected -%d to %d", s->presence_penalty, MAX_PENALTY,
           MAX_PENALTY);
     CHECK(s->penalty_tokens >= -1,
-          "the penalties are for the last %d tokens, expected 1 or more, 0 for %d or -1 for all",
+          "penalty_tokens is %d, expected the number of last tokens, 0 (which means %d) or -1 for "
+          "all",
           s->penalty_tokens, DEFAULT_PENALTY_TOKENS);
     return true;
 }
@@ -73,6 +74,7 @@ bool llamac_is_greedy(const llamac_sampler *s) {
     return s->temperature == 0 || isinf(1 / s->temperature);
 }
 
+// Both 0, the default, and 1 leave the logits as they are.
 static bool has_repeat_penalty(const llamac_sampler *s) {
     return s->repeat_penalty != 0 && s->repeat_penalty != 1;
 }
@@ -85,6 +87,7 @@ static bool changes_logits(const llamac_sampler *s) {
     return has_penalties(s) || s->n_biases || s->allowed;
 }
 
+// Returns whether the sampler has llama2.c's fields alone, which a GPU samples by itself.
 bool llamac_is_plain(const llamac_sampler *s) {
     return !changes_logits(s) && !s->topk && s->minp == 0;
 }
@@ -101,7 +104,8 @@ float llamac_random(llamac_sampler *s) {
 // ----------------------------------------------------------------------------
 // Biases, penalties and the mask
 
-// Penalises the last tokens of the text (n,), each once, however often it occurs.
+// Penalises the logit of each different token among the last ones of the text. tokens: (n,). The
+// counts are 0 before and after.
 static void penalize(const SamplerMemory *m, const llamac_sampler *s, const int *tokens, int n,
                      float *logits) {
     int last = s->penalty_tokens ? s->penalty_tokens : DEFAULT_PENALTY_TOKENS;
@@ -110,7 +114,7 @@ static void penalize(const SamplerMemory *m, const llamac_sampler *s, const int 
     for (int i = first; i < n; i++) {
         int count = m->counts[tokens[i]];
         float *logit = &logits[tokens[i]];
-        if (!count) continue; // penalised already
+        if (!count) continue; // this token was penalised at an earlier place
         if (has_repeat_penalty(s)) {
             if (*logit > 0) *logit /= s->repeat_penalty;
             else *logit *= s->repeat_penalty;
@@ -177,8 +181,8 @@ static inline void sink(Candidate *c, int n, int i,
     c[i] = moved;
 }
 
-// Moves the k most likely of n candidates to the front. They form a heap with the least likely at
-// its root, which each likelier one replaces.
+// Moves the k most likely of n candidates to the front. These k are a heap with the least likely at
+// its root; each later candidate that is likelier than the root replaces it.
 static void keep_likeliest(Candidate *c, int n, int k) {
     for (int i = k / 2 - 1; i >= 0; i--) sink(c, k, i, less_likely);
     for (int i = k; i < n; i++) {
@@ -188,12 +192,12 @@ static void keep_likeliest(Candidate *c, int n, int k) {
     }
 }
 
-// Writes to m->candidates the tokens with a probability of min_p or more that is not 0. Returns
+// Writes to m->candidates the tokens whose probability is positive and at least `least`. Returns
 // their number.
-static int find_candidates(const SamplerMemory *m, float min_p) {
+static int find_candidates(const SamplerMemory *m, float least) {
     int n = 0;
     for (int i = 0; i < m->vocab_size; i++)
-        if (m->p[i] >= min_p && m->p[i] > 0) m->candidates[n++] = (Candidate){m->p[i], i};
+        if (m->p[i] >= least && m->p[i] > 0) m->candidates[n++] = (Candidate){m->p[i], i};
     return n;
 }
 
@@ -224,15 +228,15 @@ static int sample_topp(Candidate *c, int n, float share, float coin) {
     return c[left].token;
 }
 
-// Samples from the probabilities m->p, the largest of which is p[best], with temperature and topp
-// alone. topp 0 and 1 both sample from all tokens.
+// Samples from the probabilities m->p with topp alone. topp 0 and 1 both sample from all tokens.
 static int sample_plainly(const SamplerMemory *m, float topp, float coin) {
     int n = m->vocab_size;
     if (topp > 0 && topp < 1) {
-        // The set needs no token below the cutoff. Unless all tokens are below it, at most n - 1
-        // are; their total is less than 1 - topp, so that of the others exceeds topp
-        int left = find_candidates(m, (1.0f - topp) / (n - 1));
-        // If topp < 1 / n, all may be below: the set is then the most likely token
+        // Sorting fewer candidates is faster. At most n - 1 tokens are below this cutoff, unless
+        // all are. Together they are less likely than 1 - topp, so the others exceed topp
+        float cutoff = (1.0f - topp) / (n - 1);
+        int left = find_candidates(m, cutoff);
+        // If topp < 1 / n, all may be below it: the set is then the most likely token
         return left ? sample_topp(m->candidates, left, topp, coin) : argmax(m->kernels, m->p, n);
     }
     float cdf = 0;
@@ -243,8 +247,9 @@ static int sample_plainly(const SamplerMemory *m, float topp, float coin) {
     return n - 1;
 }
 
-// Samples from the probabilities m->p, some of which are 0, with topk, minp and topp. Each of these
-// filters applies to the tokens that those before it have left.
+// Samples from the probabilities m->p, some of which may be 0 and the largest of which is p[best],
+// with minp, topk and topp. Each of these filters applies to the tokens that the one before it has
+// left.
 static int sample_filtered(const SamplerMemory *m, const llamac_sampler *s, int best, float coin) {
     Candidate *c = m->candidates;
     int n = find_candidates(m, s->minp * m->p[best]); // includes `best`
@@ -279,7 +284,8 @@ int llamac_draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
                    -1;
     }
     if (llamac_is_greedy(s)) return best;
-    // p = exp((p - max) * scale). p - max may be -infinity, and times 0 that would be NaN
+    // p = exp((p - max) * scale). With LEFT_OUT, p - max overflows to -infinity, and -infinity times
+    // a scale of 0 (an infinite temperature) would be NaN
     float scale = fmaxf(1 / s->temperature, FLT_MIN);
     float sum = m->kernels->exponentials(p, p[best], scale, vocab_size);
     for (int i = 0; i < vocab_size; i++) p[i] /= sum;

@@ -14,8 +14,8 @@
 //        follow
 //   end  SHA-256 of all bytes before it
 //
-// Saving needs memory for one block only. The size of a block does not depend on that of a page of
-// the CPU's cache.
+// Saving needs memory for one block only. Files of the CPU and of the GPU are the same: a block is
+// no page of the KV cache, whose size each of them chooses.
 #include <errno.h>
 #include "state.h"
 
@@ -44,8 +44,8 @@ static Header header_of(const StateOwner *o, int n) {
     return h;
 }
 
-// Returns the bytes of the keys, values and scales of n positions. The limits of a model's sizes
-// keep them below 2^63.
+// Returns the bytes of the keys, values and scales of n positions. There is no overflow: a model
+// with sizes that large is refused when it is opened.
 static uint64_t bytes_of_positions(const StateOwner *o, int n) {
     const Config *c = &o->model->config;
     uint64_t rows = (uint64_t)c->n_layers * c->n_kv_heads * n, bits = o->backend->kv_bits;
@@ -111,7 +111,7 @@ uint8_t *llamac_read_state(const char *path, size_t *size, Error *e) {
     return llamac_read_file(path, magic, MAGIC, size, e);
 }
 
-// Checks that the file is whole: what its owner must have is checked afterwards.
+// Checks magic, version and checksum. Whether the sequence fits the engine is checked afterwards.
 static bool check_whole(const uint8_t *bytes, size_t size, Error *e) {
     CHECK(size >= MAGIC && !memcmp(bytes, magic, MAGIC),
           "it is no saved sequence: expected a file of llamac_sequence_save; name another file");
@@ -155,9 +155,9 @@ bool llamac_check_state(const uint8_t *bytes, size_t size, const StateOwner *o, 
           "another file",
           h->n, o->positions);
     int n = (int)h->n;
-    uint64_t whole = HEADER + (uint64_t)n * sizeof(int) + bytes_of_positions(o, n) + SHA256_BYTES;
-    CHECK(size == whole, "%zu bytes, expected %llu for %d tokens: delete the file", size,
-          (unsigned long long)whole, n);
+    uint64_t needed = HEADER + (uint64_t)n * sizeof(int) + bytes_of_positions(o, n) + SHA256_BYTES;
+    CHECK(size == needed, "%zu bytes, expected %llu for %d tokens: delete the file", size,
+          (unsigned long long)needed, n);
     *saved = (SavedState){(const int *)(bytes + HEADER), n, bytes + HEADER + n * sizeof(int)};
     int vocab_size = o->model->config.vocab_size;
     for (int i = 0; i < n; i++)

@@ -8,7 +8,7 @@ typedef struct {
 
 struct llamac_text {
     const llamac_model *model;
-    int previous; // the latest token, -1: none
+    int previous; // token before the next one, on which its bytes depend: llamac_decode; -1: none
     int flags;
     StopString *stops; // (n_stops,)
     int n_stops;
@@ -47,10 +47,13 @@ llamac_text *llamac_text_new(const llamac_model *model, int previous, const char
     if (!model) return fail(e, no_model), NULL;
     if (!model->tokenizer.pieces) return fail(e, "the model has no tokenizer"), NULL;
     if (n_stops < 0 || (n_stops && !stops))
-        return fail(e, "%d stop strings%s, expected 0 or more in an array", n_stops,
-                    stops ? "" : " at NULL"),
+        return fail(e, "n_stops is %d and stops %s, expected 0 or more strings in an array",
+                    n_stops, stops ? "an array" : "NULL"),
                NULL;
-    if (flags & ~known) return fail(e, "flags are %d, expected at most %d", flags, known), NULL;
+    if (flags & ~known)
+        return fail(e, "flags are %d, expected LLAMAC_TEXT_RAW, LLAMAC_TEXT_GO_ON, both or 0",
+                    flags),
+               NULL;
     llamac_text *t = calloc(1, sizeof *t);
     if (!t) return fail(e, no_memory), NULL;
     t->model = model, t->previous = previous, t->flags = flags;
@@ -58,8 +61,9 @@ llamac_text *llamac_text_new(const llamac_model *model, int previous, const char
     return t;
 }
 
-// Appends a byte to those held. If they then end with a stop string, removes it (of several the
-// longest) and returns true. Byte by byte, so it does not matter how a text is divided into tokens.
+// Appends a byte to the held bytes. If they now end with a stop string, removes it from them (the
+// longest of those with which they end) and returns true. Since it works byte by byte, it does not
+// matter how a text is divided into tokens.
 static bool add_byte(llamac_text *t, char byte) {
     size_t longest = 0;
     append(&t->held, &byte, 1);
@@ -84,7 +88,8 @@ static size_t undecided(const llamac_text *t) {
     return longest;
 }
 
-// Returns whether bytes that follow s (n bytes) could complete its first, invalid character.
+// Returns whether the n bytes at s are the beginning of a valid character, which more bytes could
+// complete.
 static bool is_incomplete(const char *s, size_t n) {
     unsigned char first = s[0];
     size_t expected = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc2 ? 2 : 1;
@@ -94,14 +99,19 @@ static bool is_incomplete(const char *s, size_t n) {
     return true;
 }
 
-// Releases the held bytes that no later byte can change: whole characters, with U+FFFD for each byte
-// that does not begin a valid one, or raw bytes. `last`: no bytes follow.
+// Releases the held bytes that no later byte can change; the beginning of a stop string or of a
+// character stays held. Each byte that belongs to no valid character becomes U+FFFD, except with
+// LLAMAC_TEXT_RAW. `last`: no bytes follow, so nothing stays held.
 static void release(llamac_text *t, bool last) {
     const char *s = t->held.s;
     size_t at = 0, n = t->held.n, end = last ? n : n - undecided(t);
-    if (t->flags & LLAMAC_TEXT_RAW) append(&t->out, s, at = end);
+    if (t->flags & LLAMAC_TEXT_RAW) {
+        append(&t->out, s, end);
+        at = end;
+    }
     while (at < end) {
-        int valid = llamac_utf8(s + at, n - at);
+        int valid = llamac_utf8(s + at, n - at); // bytes of the character at s + at, 0: invalid
+        // A character that crosses `end` stays held whole
         if (at + valid > end || (!valid && !last && is_incomplete(s + at, n - at))) break;
         append(&t->out, valid ? s + at : "\xef\xbf\xbd", valid ? valid : 3);
         at += valid ? valid : 1;
@@ -140,7 +150,7 @@ static bool begin_call(llamac_text *t, const char **out, size_t *n, Error *e) {
 // Ends a call: releases bytes, all of them if `last`.
 static bool end_call(llamac_text *t, bool last, const char **out, size_t *n, Error *e) {
     release(t, last);
-    t->ended = last;
+    t->ended = last; // after an error, too
     CHECK(!t->held.failed && !t->out.failed, no_memory);
     if (t->out.n) *out = t->out.s, *n = t->out.n;
     return true;

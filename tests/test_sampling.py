@@ -224,7 +224,7 @@ def test_mistakes_are_answered_in_one_line(program, tmp_path):
     assert all(re.fullmatch("[ -~]{10,}", line) for line in said)
     named = ("temperature is nan", "temperature is -1", "top-p is -5", "top-p is nan", "top-k is -1", "min-p is 1.5", "min-p is nan",
              "repeat penalty is -1", "repeat penalty is inf", "frequency penalty is nan", "frequency penalty is -inf",
-             "presence penalty is 101", "last -2 tokens", "-1 biases", "1 biases at NULL", "token 300, which is outside", "token -1,",
+             "presence penalty is 101", "penalty_tokens is -2", "-1 biases", "1 biases, but bias_tokens", "token 300, which is outside", "token -1,",
              "bias of token 0 is nan", "bias of token 0 is inf", "no token is left", "no token is left", "no token is left",
              "bytes, expected 16 to", "8 bytes, expected 16 to")
     assert len(said) == len(named)
