@@ -146,6 +146,9 @@ schedule = "linear"         # linear: constant, then linear decay over the last 
 decay_fraction = 0.6        # part of the steps in which the linear schedule decays
 warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # learning rate at the end of the schedule
+embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is added to the
+                            # embedding before the first step; it tells words apart that the base
+                            # model took for one another
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
@@ -428,7 +431,8 @@ def main(config, steps=math.inf):
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
         state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming,
-                                        grows=bool(dataset.masks) and not found.resuming)
+                                        grows=bool(dataset.masks) and not found.resuming,
+                                        noise=0.0 if found.resuming else embedding_noise)
     state["chat"] |= load.chat_metadata(found.prepared)
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)

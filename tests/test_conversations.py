@@ -586,6 +586,35 @@ def test_a_base_model_learns_to_answer(library, tmp_path, run_bin):
     assert load.read_model(tmp_path / "out/again")[2].sha256() == vocabulary.sha256()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_noise_tells_the_rows_of_the_embedding_apart(tmp_path, tied):
+    """It changes the embedding alone, and a classifier that shares its weights; it depends on the seed."""
+    args = ModelArgs(dim=64, n_layers=1, n_heads=1, vocab_size=259, max_seq_len=16, tied=tied)
+    base = Transformer(args)
+    with torch.no_grad():
+        base.tok_embeddings.weight[:] = 0.5  # the rows are the same
+    export.export_model(base.state_dict(), args, Bytes(), tmp_path / "m.gguf", dtype="f32")
+    found = []
+    for seed in 1, 1, 2:
+        torch.manual_seed(seed)
+        model = Transformer(args)
+        load.start_from(model, tmp_path / "m.gguf", noise=0.1)
+        for name, weight in model.state_dict().items():
+            is_noisy = name == "tok_embeddings.weight" or tied and name == "output.weight"
+            noise = weight - base.state_dict()[name]
+            assert noise.std().item() == pytest.approx(0.1, rel=0.05) if is_noisy else not noise.any(), name
+        assert (model.output.weight is model.tok_embeddings.weight) == tied
+        found.append(model.tok_embeddings.weight.detach())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_noise_is_for_fine_tuning(tmp_path):
+    (tmp_path / "my.txt").write_text("the cat sat on the mat. " * 400)
+    done = train(tmp_path, "--data=my.txt", "--embedding_noise=0.1", "--out_dir=out")
+    assert done.returncode == 2 and "embedding_noise is 0.1 without a model to fine-tune" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5", "Llama 3"])
 def test_an_imported_model_keeps_its_template(library, tmp_path, name):
     """Fine-tuning a GGUF file: the tokens are transformers', the exported file has the same template, and no token is added."""

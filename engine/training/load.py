@@ -109,12 +109,12 @@ def load_model(path, tokenizer, device):
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def start_from(model, path, check=True, grows=False):
+def start_from(model, path, check=True, grows=False, noise=0.0):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
     run's checkpoints store them. check: passed to checkpoint.load; grows: whether the model may
-    have more tokens than those weights, see with_new_rows.
+    have more tokens than those weights, see with_new_rows; noise: see with_noise.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -124,6 +124,8 @@ def start_from(model, path, check=True, grows=False):
     with reading(path, "a model", fail):
         if grows:
             state = with_new_rows(state, model.args.vocab_size)
+        if noise:
+            state = with_noise(state, noise)
         distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
 
@@ -143,6 +145,21 @@ def with_new_rows(state, vocab_size):
             mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
             longer[name] = torch.cat((weight, mean.expand(missing, -1)))
     return ChainMap(longer, state) if longer else state
+
+
+def with_noise(state, std):
+    """
+    Return weights {name: tensor} with noise of this standard deviation added to the embedding, and
+    to a classifier that shares its weights. It tells apart tokens that the base model had no reason
+    to: their rows are nearly equal, so that no attention can find or copy one of them. The noise
+    depends on PyTorch's random state. doc/lab/chat.md
+    """
+    embedding = state["tok_embeddings.weight"]
+    noisy = embedding + std * torch.randn(embedding.shape).to(embedding)
+    changed = {"tok_embeddings.weight": noisy}
+    if "output.weight" in state and torch.equal(state["output.weight"], embedding):
+        changed["output.weight"] = noisy
+    return ChainMap(changed, state)
 
 
 def chat_template(path):

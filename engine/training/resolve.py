@@ -6,6 +6,7 @@ and nothing changes it afterwards.
 """
 from functools import partial
 
+from configurator import fail
 from engine.text.prepare import as_prepared, text_bytes
 from engine.text.prepare import load as load_prepared
 from engine.training import fit_batch, hardware, load, mode, plan, progress, resume
@@ -27,6 +28,9 @@ def resolve(config, device, prepare, build):
 
     # A run continues from its own checkpoint, starts from another model, or from new weights.
     start, resuming = on_master(resume.find_start, config)
+    if config.embedding_noise and not start:
+        fail(f"embedding_noise is {config.embedding_noise} without a model to fine-tune, expected "
+             f"--init_from=MODEL beside it")
     changes, clock, imported, template = [], progress.NO_LIMIT, None, ""
     if resuming:
         taken, given, changes = resume.resume_settings(config, start, given)

@@ -12,7 +12,7 @@ AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "m
               "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads")
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
-              "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction")
+              "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise")
 CHOICES = {"schedule": ("cosine", "linear")}
 # Settings that are names separated by commas.
 LISTS = {"log_extras": ("tables", "model", "gradients", "parameters", "noise_scale")}
