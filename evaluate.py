@@ -6,6 +6,7 @@ Evaluate a trained model.
     python evaluate.py --make_intents=intents         write a small labelled data set to try that
     python evaluate.py out/my --harness=task.jsonl    multiple choice: how often it is right
     python evaluate.py out/chat --conversations=FILE  how often it gives the last answer of each
+    python evaluate.py out/my --pairs=stories         how often it finds the right text likelier
 
 A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; "classes" defaults
 to all values of "expected" in the file. The model's answer is the class whose text it finds
@@ -15,6 +16,9 @@ from 0}, a form that fits HellaSwag, ARC and PIQA.
 Conversations are lines of .jsonl in any form that train.py reads, and end with an answer. The model
 answers the last question greedily. It is right if its answer is the expected one but for white
 space at both ends. A line may have a "kind" and a "set", by which the result is listed.
+
+A minimal pair is a line {"good": text, "bad": text}: two texts that differ in one place. It may
+have a "kind", by which the result is listed.
 """
 import codecs
 import collections
@@ -27,13 +31,13 @@ from pathlib import Path
 from configurator import configure, fail  # first: it reports packages that are missing
 
 import torch
-import torch.nn.functional as F
 
-from engine.training import checkpoint, costs, distributed, hardware, run_folder
+from engine.training import checkpoint, distributed, hardware, run_folder
 from engine.files import write_atomic
 from engine.formats.chat_template import Chat
-from engine.text import questions
+from engine.text import pairs as story_pairs, questions
 from engine.text.conversations import conversation, format_of
+from engine.training.likelihood import batch_tokens, compare_pairs, log_likelihoods
 from engine.training.load import chat_template, load_model
 from engine.tracking.redact import redact
 from engine.streams import one_line, pad, width
@@ -49,57 +53,23 @@ data = ""           # labelled prompts, .jsonl
 harness = ""        # a multiple-choice task, .jsonl
 conversations = ""  # conversations that end with the expected answer, .jsonl; or "questions": 500
                     # about built-in stories (engine/text/questions.py)
+pairs = ""          # minimal pairs, .jsonl; or "stories": 600 of the built-in stories
+                    # (engine/text/pairs.py)
 between = "\n= "    # text between prompt and answer, as in the text that the model was trained on
 make_intents = ""   # folder to write train.jsonl (texts) and test.jsonl (labelled prompts) to
 wandb_log = False   # log the table of answers and accuracies to Weights & Biases
 wandb_project = "auto"  # W&B project; auto: WANDB_PROJECT, else that of `wandb init`, else llamac
 device = "auto"     # auto, cpu, cuda, cuda:1, mps
 
-MAX_TEXT = 1 << 28    # bytes of a text to predict, or of a file of prompts
-MAX_LOGITS = 1 << 25  # logits to compute at once: 128 MiB of float32
-MAX_ANSWER = 200      # max tokens of an answer in a conversation
-AT_ONCE = 16          # max answers that are generated in one batch
-TESTS = 500           # conversations of --conversations=questions
+MAX_TEXT = 1 << 28  # bytes of a text to predict, or of a file of prompts
+MAX_ANSWER = 200    # max tokens of an answer in a conversation
+AT_ONCE = 16        # max answers that are generated in one batch
+TESTS = 500         # conversations of --conversations=questions
 COLUMNS = ["Successful", "Expected", "Actual", "Score", "Prompt"]
 ANSWER_COLUMNS = ["Successful", "Expected", "Answer", "Set", "Kind", "Question"]
 GROUP_COLUMNS = ["Set", "Kind", "Accuracy", "Right", "Questions", "Majority"]
-
-
-# ---- batches of texts ----------------------------------------------------------------------------
-
-def batch_tokens(model):
-    """Return the max tokens, padding included, of a batch of several texts."""
-    return min(costs.EVAL_PASS, MAX_LOGITS // model.args.vocab_size)
-
-
-@torch.inference_mode()
-def log_likelihoods(model, ids, starts, device="cpu"):
-    """
-    Return the sum over ids[row][starts[row]:] of ln p(id | ids before it) for each row: (rows,)
-    float64, on the CPU. ids: lists of at least two ids; starts: indices of at least 1. Rows of
-    similar lengths are computed in one batch.
-    """
-    found = torch.zeros(len(ids), dtype=torch.float64)
-    rows = sorted(range(len(ids)), key=lambda row: len(ids[row]), reverse=True)
-    while rows:
-        size = max(1, batch_tokens(model) // (len(ids[rows[0]]) - 1))
-        batch, rows = rows[:size], rows[size:]
-        found[batch] = batch_log_likelihoods(
-            model, [ids[row] for row in batch], [starts[row] for row in batch], device)
-    return found
-
-
-def batch_log_likelihoods(model, ids, starts, device):
-    """Return log_likelihoods of rows that are padded to the longest and computed at once."""
-    T = max(map(len, ids)) - 1
-    x, y = torch.zeros(len(ids), T, dtype=torch.int64), torch.full((len(ids), T), -1)
-    for row, (tokens, start) in enumerate(zip(ids, starts)):
-        tokens = torch.tensor(tokens)
-        x[row, :len(tokens) - 1] = tokens[:-1]
-        y[row, start - 1:len(tokens) - 1] = tokens[start:]
-    logits = model(x.to(device), every=True)[0]  # (rows, T, V)
-    nll = F.cross_entropy(logits.transpose(1, 2), y.to(device), ignore_index=-1, reduction="none")
-    return -nll.cpu().double().sum(1)
+PAIR_COLUMNS = ["Successful", "Kind", "Before", "Expected", "Preferred", "Nats"]
+KIND_COLUMNS = ["Kind", "Accuracy", "From", "To", "Right", "Pairs"]
 
 
 # ---- perplexity ----------------------------------------------------------------------------------
@@ -224,6 +194,28 @@ def share_right(rows):
     return sum(row[0] for row in rows) / len(rows)
 
 
+def interval(right, n):
+    """
+    Return (low, high) of the accuracy of a model that was right `right` times out of n, with 95 %
+    confidence: Wilson's interval. Twice the standard error would be 0 where all answers are right.
+    """
+    share, z2 = right / n, 1.96 ** 2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2 * share * (1 - share) / n + (z2 / (2 * n)) ** 2) / (1 + z2 / n)
+    return middle - half, middle + half
+
+
+def table(names, rows):
+    """Yield the lines of a table: names of the columns, then rows of texts and numbers."""
+    cells = [[name.lower() for name in names]]
+    for row in rows:
+        cells.append([f"{cell:.4f}" if isinstance(cell, float) else one_line(str(cell))
+                      for cell in row])
+    widths = [max(width(row[n]) for row in cells) for n in range(len(names))]
+    for row in cells:
+        yield "  ".join(pad(cell, size) for cell, size in zip(row, widths)).rstrip()
+
+
 def accuracies(rows):
     """Return {class: accuracy of the prompts that expect it}."""
     by_class = collections.defaultdict(list)
@@ -268,7 +260,7 @@ def log_to_wandb(folder, results):
     run = wandb_run(described | flags, flags)
     run["id"] = new_run_id(run["name"])
     config = {"out_dir": folder, "tokenizer": tokenizer, "data": data, "between": between,
-              "conversations": conversations}
+              "conversations": conversations, "pairs": pairs}
     try:
         tracker = Wandb(Session("", redact(config), run, x="iter"))
         print(*tracker.take_messages(), sep="\n")
@@ -368,9 +360,9 @@ def evaluate_choices(model, vocabulary, device):
     answers = [(right, *indices) for (*_, right), indices in zip(questions, chosen)]
     n = len(answers)
     for name, column in ("acc", 1), ("acc_norm", 2):
-        share = sum(row[column] == row[0] for row in answers) / n
+        count = sum(row[column] == row[0] for row in answers)
+        share, (low, high) = count / n, interval(count, n)
         error = math.sqrt(share * (1 - share) / max(1, n - 1))  # standard error of the mean
-        low, high = max(0, share - 1.96 * error), min(1, share + 1.96 * error)
         print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; "
               f"{n} questions)")
 
@@ -474,13 +466,8 @@ def report_answers(rows, lengths, groups):
            f"{guess:.4f} by always giving the most frequent answer of a kind; "
            f"{lengths[0]:.1f} tokens on average, expected {lengths[1]:.1f}")
     if len(groups) > 1:
-        table = [[name.lower() for name in GROUP_COLUMNS]]
-        table += [[one_line(of_set), one_line(kind), f"{share:.4f}", str(right), str(count),
-                   f"{most:.4f}"] for of_set, kind, share, right, count, most in groups]
-        widths = [max(width(row[n]) for row in table) for n in range(len(GROUP_COLUMNS))]
         yield ""
-        for row in table:
-            yield "  ".join(pad(cell, size) for cell, size in zip(row, widths)).rstrip()
+        yield from table(GROUP_COLUMNS, groups)
     failures = [row for row in rows if not row[0]]
     for _, expected, given, _, _, question in failures[:20]:
         asked = question if len(question) <= 60 else "..." + question[-57:]
@@ -511,6 +498,99 @@ def evaluate_conversations(model, vocabulary, folder):
                     for of_set, kind, share, *_ in groups}
         return by_group | {"evaluation": wandb.Table(columns=ANSWER_COLUMNS, data=rows),
                            "accuracy": share_right(rows)}
+
+    if wandb_log:
+        log_to_wandb(folder, results)
+
+
+# ---- minimal pairs -------------------------------------------------------------------------------
+
+def read_pairs(path, vocabulary):
+    """Return the minimal pairs of a .jsonl file, or of the built-in stories."""
+    def parse(row):
+        pair = {"good": row["good"], "bad": row["bad"], "kind": str(row.get("kind", ""))}
+        for name in "good", "bad":
+            if not isinstance(pair[name], str):
+                raise TypeError(f"{name!r} is {json.dumps(pair[name])[:40]}, expected a text")
+            if not vocabulary.encode(pair[name]):
+                raise ValueError(f"{name!r} has no tokens")
+        if pair["good"] == pair["bad"]:
+            raise ValueError("both texts are the same")
+        return pair
+
+    if path == "stories":
+        return list(story_pairs.write(story_pairs.TEST))
+    return read_lines("pairs", path, parse, '{"good": ..., "bad": ..., "kind": ...}')
+
+
+def differing_words(good, bad):
+    """Return the words before the place in which two texts differ, those of `good`, of `bad`."""
+    def common(words, others):
+        n = 0
+        while n < min(len(words), len(others)) and words[n] == others[n]:
+            n += 1
+        return n
+
+    good, bad = good.split(" "), bad.split(" ")
+    start = common(good, bad)
+    end = common(good[start:][::-1], bad[start:][::-1])  # words after the place
+    parts = good[:start], good[start:len(good) - end], bad[start:len(bad) - end]
+    return [" ".join(words) for words in parts]
+
+
+def kind_results(rows):
+    """Return a row with KIND_COLUMNS for each kind of pairs, in their order."""
+    kinds = collections.defaultdict(list)
+    for row in rows:
+        kinds[row[1]].append(row)
+    found = []
+    for kind, group in kinds.items():
+        count = sum(row[0] for row in group)
+        found.append([kind, share_right(group), *interval(count, len(group)), count, len(group)])
+    return found
+
+
+def report_pairs(rows, kinds):
+    """Yield lines: the accuracy of all and of each kind, the failures."""
+    count, n = sum(row[0] for row in rows), len(rows)
+    low, high = interval(count, n)
+    yield (f"accuracy {count / n:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; {count} of "
+           f"{n} pairs); chance is 0.5")
+    if len(kinds) > 1:
+        yield ""
+        yield from table(KIND_COLUMNS, kinds)
+    failures = [row for row in rows if not row[0]]
+    for _, _, before, expected, preferred, nats in failures[:20]:
+        context = before if len(before) <= 60 else "..." + before[-57:]
+        yield (f"wrong: {context!r}: expected {one_line(expected)}, preferred "
+               f"{one_line(preferred)} ({-nats:.2f} nats)")
+    if len(failures) > 20:
+        yield f"... and {len(failures) - 20} more"
+
+
+def evaluate_pairs(model, vocabulary, device, folder):
+    found = read_pairs(pairs, vocabulary)
+    compared = compare_pairs(model, vocabulary, found, device)
+    context, left_out = model.args.max_seq_len, len(found) - len(compared)
+    if not compared:
+        fail(f"--pairs={pairs}: each pair exceeds the model's context of {context} tokens; give "
+             "shorter ones")
+    if left_out:
+        print(f"warning: {left_out} of {len(found)} pairs exceed the model's context of {context} "
+              "tokens and are left out")
+    if not all(math.isfinite(nats) for _, nats in compared):
+        fail(f"{folder}: the log-likelihood of a text is not finite; its weights are broken")
+    rows = [[nats > 0, pair["kind"], *differing_words(pair["good"], pair["bad"]), round(nats, 4)]
+            for pair, nats in compared]
+    kinds = kind_results(rows)
+    print("\n".join(report_pairs(rows, kinds)))
+    save_for_page({"data": pairs, "accuracy": share_right(rows), "names": KIND_COLUMNS,
+                   "groups": kinds, "columns": PAIR_COLUMNS, "rows": wrong(rows)}, folder)
+
+    def results(wandb):
+        by_kind = {"/".join(filter(None, ("accuracy", kind))): share for kind, share, *_ in kinds}
+        return by_kind | {"evaluation": wandb.Table(columns=PAIR_COLUMNS, data=rows),
+                          "accuracy": share_right(rows)}
 
     if wandb_log:
         log_to_wandb(folder, results)
@@ -584,9 +664,9 @@ def write_intents(folder):
 def main():
     if make_intents:
         return write_intents(make_intents)
-    if not (perplexity or data or harness or conversations):
-        fail("nothing to evaluate; give --perplexity=FILE, --data=FILE, --harness=FILE or "
-             "--conversations=FILE")
+    if not (perplexity or data or harness or conversations or pairs):
+        fail("nothing to evaluate; give --perplexity=FILE, --data=FILE, --harness=FILE, "
+             "--conversations=FILE or --pairs=FILE")
     torch_device, folder = distributed.setup(device), checkpoint.newest_run(out_dir)
     model, vocabulary = load_model(folder, tokenizer, torch_device)
     if perplexity:
@@ -597,6 +677,8 @@ def main():
         evaluate_choices(model, vocabulary, torch_device)
     if conversations:
         evaluate_conversations(model, vocabulary, folder)
+    if pairs:
+        evaluate_pairs(model, vocabulary, torch_device, folder)
 
 
 if __name__ == "__main__":

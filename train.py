@@ -29,8 +29,8 @@ from tqdm import tqdm
 from data import Dataset, data_rows, prepare
 from engine import ops
 from engine.debug import modes
-from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe,
-                                      show, write_samples)
+from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss,
+                                      pair_accuracies, probe, show, write_samples)
 from engine.debug.preflight import CheckContext, check_names, run_checks
 from engine.formats.layout import refuse_other_tensors, unnamed_parameters
 from engine.spans import span
@@ -272,6 +272,7 @@ def assess(t):
     if "noise_scale" in log_extras:
         noise = gradient_noise(t.model, t.dataset, t.device, t.amp)
     row |= {"bpb/val": t.dataset.bits_per_byte(losses["val"]), "samples": samples}
+    row |= pair_accuracies(t.model, t.dataset, t.device, t.amp, eval_iters)
     return row | noise | probe(t.model, probed, t.dataset.tokenizer, t.amp)
 
 

@@ -367,18 +367,20 @@ def read_logged(folder):
         configurator.fail(e)
 
 
-LABELLED = [{"prompt": "a", "expected": "b", "classes": ["b", "c"]}, {"context": "a", "choices": ["b", "c"], "answer": 1}]
+LABELLED = [{"prompt": "a", "expected": "b", "classes": ["b", "c"]}, {"context": "a", "choices": ["b", "c"], "answer": 1},
+            {"good": "a b", "bad": "b a", "kind": "order"}]
 
 
 def labelled(folder):
     for n, row in enumerate(LABELLED):
         (folder / f"{n}.jsonl").write_text("\n".join([json.dumps(row)] * 3))
-    return [folder / "0.jsonl", folder / "1.jsonl"]
+    return [folder / f"{n}.jsonl" for n in range(len(LABELLED))]
 
 
 def read_labelled(folder):
     evaluate.read_labelled(folder / "0.jsonl")
     evaluate.read_task(folder / "1.jsonl")
+    evaluate.read_pairs(folder / "2.jsonl", Bytes())
 
 
 FORMATS = {

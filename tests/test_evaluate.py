@@ -15,6 +15,7 @@ import export
 import track
 from engine.formats.chat_template import CHATML, Chat
 from engine.formats.layout import TEMPLATE
+from engine.training import costs
 from model import ModelArgs, Transformer
 from page import run_api
 from tests import forked
@@ -71,7 +72,7 @@ def test_questions_are_scored_in_batches_and_each_as_alone(model, passes, monkey
     assert len(passes) == 100
     tokens = sum(len(ids) - 1 for e in examples for ids in evaluate.encode_answers(model, Bytes(), e["prompt"], e["classes"]))
     for bound, most in (4096, 2), (200, 30), (20, 150):
-        monkeypatch.setattr(evaluate.costs, "EVAL_PASS", bound)
+        monkeypatch.setattr(costs, "EVAL_PASS", bound)
         together, shapes = passes_of(lambda: evaluate.score(model, Bytes(), examples))
         assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(together, alone, strict=True))
         assert len(shapes) <= most and all(B * T <= bound or B == 1 for B, T in shapes)
@@ -189,7 +190,7 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
     for p, line in zip(right, capsys.readouterr().out.splitlines(), strict=True):
         error = math.sqrt(p * (1 - p) / 2)
         told = [float(n) for n in re.findall(r"[\d.]+", line)][:4]
-        assert told == [round(n, 4) for n in (p, error, max(0, p - 1.96 * error), min(1, p + 1.96 * error))], line
+        assert told == [round(n, 4) for n in (p, error, *evaluate.interval(round(3 * p), 3))], line
     for line in ('{"context": "a", "choices": ["b"], "answer": 1}', '{"context": "a"}', "no"):
         (tmp_path / "task.jsonl").write_text(line)
         with pytest.raises(SystemExit):
@@ -202,6 +203,15 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
             evaluate.read_task(tmp_path / "task.jsonl")
         err = capsys.readouterr().err
         assert "task.jsonl, line 1: " in err and err.count("\n") == 1 and ("expected a list" in err or not choices)
+
+
+def test_an_interval_has_the_shares_from_which_the_result_deviates_by_less_than_1_96_errors():
+    for n in 1, 3, 50, 2000:
+        for right in {0, 1, n // 3, n - 1, n}:
+            low, high = evaluate.interval(right, n)
+            assert -1e-12 <= low < high <= 1 + 1e-12 and low <= right / n + 1e-12 and high >= right / n - 1e-12
+            for bound in low, high:
+                assert abs(right / n - bound) == pytest.approx(1.96 * math.sqrt(abs(bound * (1 - bound)) / n), abs=1e-6)
 
 
 def test_lines_end_at_line_feeds_alone_and_empty_ones_are_none(tmp_path):

@@ -11,8 +11,10 @@ import torch
 
 from engine.debug.activations import ActivationStats, watch
 from engine.spans import spanned
+from engine.text import pairs
 from engine.training import distributed, hardware
 from engine.training.costs import PROBED, SAMPLE_TOKENS
+from engine.training.likelihood import compare_pairs
 from tokenizer import spell
 
 
@@ -108,6 +110,9 @@ class UpdateNorms:
 
 # ---- gradients and predictions ----------------------------------------------------------------
 
+MAX_PAIRS = 32  # minimal pairs of each kind at an evaluation
+
+
 def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
     """
     Return {"grad/noise_scale": the batch size in tokens beyond which returns diminish}, or {} if
@@ -182,6 +187,26 @@ def probe(model, batches, tokenizer, amp, examples=6):
                     "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()
     return metrics | {"predictions": table}
+
+
+def pair_accuracies(model, dataset, device, amp, eval_iters):
+    """
+    Return {"eval/pairs/<kind>": accuracy} of the first minimal pairs of the built-in stories that
+    fit into the context; {} if the model is trained on other data. eval_iters: the setting of
+    train.py. The number of pairs follows from it so that they add about a tenth to the time of an
+    evaluation.
+    """
+    if dataset.meta["source"].split(":")[0] != "stories":
+        return {}
+    count = min(MAX_PAIRS, 2 * eval_iters // 5) if eval_iters else MAX_PAIRS
+    model.eval()
+    with amp:
+        compared = compare_pairs(model, dataset.tokenizer, pairs.write(count), device)
+    model.train()
+    right = collections.defaultdict(list)
+    for pair, difference in compared:
+        right[f"eval/pairs/{pair['kind']}"].append(difference > 0)
+    return {name: sum(found) / len(found) for name, found in right.items()}
 
 
 def write_samples(model, tokenizer, device, prompts, seed):

@@ -8,6 +8,7 @@ Text to tokens. From the lower module to the upper; no module imports one that c
     readers       any file to UTF-8
     stories       the built-in stories
     questions     questions about them, with answers
+    pairs         minimal pairs from them: a right and a wrong text
     downloads     texts that are downloaded
     sources       what --data may name; a module there is a source of your own
     corpus        where the documents of a source are
