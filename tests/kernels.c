@@ -298,7 +298,7 @@ static void attention_ops(const Kernels *k, const Kernels *s, Type type) {
 
 // The scalar kernel takes one query at a time.
 static void panels_of(const Kernels *k, const Kernels *s) {
-    int cols = 1 + below(90), tiles = 1 + below(6), Q = k->queries, apart = tiles * TILE + below(20);
+    int cols = 1 + below(90), tiles = 1 + below(6), Q = k->panel_queries, apart = tiles * TILE + below(20);
     bool keys = below(2); // or as values lie
     Type type = (Type[]){F32, F16, INT8_GROUPS}[below(3)];
     size_t next = keys ? (size_t)cols * TILE : TILE, column = keys ? TILE : (size_t)tiles * TILE;

@@ -30,13 +30,19 @@ static void extend_rotations(Cpu *cpu, int positions) {
 
 // ----------------------------------------------------------------------------
 // The KV cache. In a page, keys are stored in tiles (head_dim, TILE) with a column for each of TILE
-// positions, values in rows (value_width,), one for each position
+// positions, values in rows (value_width,), one for each position. value_width is head_dim rounded
+// up to a multiple of TILE, because kernels compute whole tiles; what they compute from the padding
+// of a row is not used
 
-// Where a page has the keys and values of one KV head of a layer, from a position on.
+// Pointers into a page: to the keys and values of one KV head of a layer, from a position on.
 typedef struct {
     char *keys, *values;
     float *key_scales, *value_scales; // NULL if the cache has no scales
 } CachedHead;
+
+// Returns whether the cache has 8 bits a number. Then each key and each value, (head_dim,) numbers,
+// has a scale.
+static bool has_scales(const Cpu *cpu) { return cpu->kv_type == INT8_GROUPS; }
 
 // Returns the keys and values from position `pos` on, a multiple of TILE, in the page that has this
 // position.
@@ -80,7 +86,7 @@ static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch)
     CachedHead to = cache_at(cpu, cpu->caches[t], layer, head, pos - slot);
     void *value = to.values + (size_t)slot * cpu->value_width * number_size(cpu->kv_type);
     void *key = scratch;
-    if (cpu->kv_type == INT8_GROUPS) {
+    if (has_scales(cpu)) {
         to.key_scales[slot] = to_bytes(key, k, n);
         to.value_scales[slot] = to_bytes(value, v, n);
         for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + slot] = ((int8_t *)key)[i];
@@ -166,44 +172,45 @@ typedef struct {
     int start; // first position of the range
 } Range;
 
-// Multiplies the weights of positions begin..end-1, counted from the start of the range, by their
-// scales: those of the keys or, if `values`, of the values.
+// Multiplies p[i] by the scale of the key (or, if `values`, of the value) at position r->start + i,
+// for i from begin to end - 1.
 static void multiply_scales(const Cpu *cpu, const Range *r, float *p, int begin, int end,
                             bool values) {
     for (int i = begin, next; i < end; i = next) {
-        next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end;
+        next = (i / PAGE + 1) * PAGE < end ? (i / PAGE + 1) * PAGE : end; // page by page
         CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i / PAGE * PAGE);
         const float *scales = values ? kv.value_scales : kv.key_scales;
         cpu->kernels->multiply(p + i, scales + i % PAGE, next - i);
     }
 }
 
-// Turns the scores p[begin..end-1] of a token into weights exp((score - max) * scale). If the cache
-// has scales, first multiplies the scores by those of the keys, at last the weights by those of the
-// values. Positions are counted from the start of the range.
+// Turns the scores p[begin..end-1] of a query into weights exp((score - max) * scale), and returns
+// their softmax. If the cache has scales, multiplies the scores by those of the keys before that,
+// and the weights by those of the values after that, so the sum has no scales of values. Positions
+// are counted from the start of the range.
 static Softmax weights_of_scores(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
     const Kernels *k = cpu->kernels;
     Softmax s;
-    if (cpu->kv_type == INT8_GROUPS) multiply_scales(cpu, r, p, begin, end, false);
+    if (has_scales(cpu)) multiply_scales(cpu, r, p, begin, end, /*values*/ false);
     s.max = k->largest(p + begin, end - begin);
     s.sum = k->exponentials(p + begin, s.max, score_scale(cpu), end - begin);
-    if (cpu->kv_type == INT8_GROUPS) multiply_scales(cpu, r, p, begin, end, true);
+    if (has_scales(cpu)) multiply_scales(cpu, r, p, begin, end, /*values*/ true);
     return s;
 }
 
-// Merges a range into the ranges before it. `part` (width,) has the weighted sums of the range, p
-// its softmax; `out` (width,) and *s have those of the ranges before it. Scales down the ones with
-// the lower max, because weights are relative to their max. Is never inlined, because a compiler
-// might round its sums differently in different places.
-static __attribute__((noinline)) void merge(float *out, Softmax *s, const float *part, Softmax p,
-                                            float scale, int width) {
+// Merges a range into the ranges before it. `part` (width,) and `of_range` are the weighted sums
+// and the softmax of the range; `out` (width,) and *s are those of the ranges before it. Scales
+// down the sums with the lower max, because weights are relative to their max. Is never inlined,
+// because a compiler might round its sums differently in different places.
+static __attribute__((noinline)) void merge(float *out, Softmax *s, const float *part,
+                                            Softmax of_range, float scale, int width) {
     float out_factor = 1, part_factor = 1;
-    if (p.max <= s->max) part_factor = expf((p.max - s->max) * scale);
+    if (of_range.max <= s->max) part_factor = expf((of_range.max - s->max) * scale);
     else { // larger, or NaN
-        out_factor = expf((s->max - p.max) * scale);
-        s->max = p.max;
+        out_factor = expf((s->max - of_range.max) * scale);
+        s->max = of_range.max;
     }
-    s->sum = s->sum * out_factor + p.sum * part_factor;
+    s->sum = s->sum * out_factor + of_range.sum * part_factor;
     for (int d = 0; d < width; d++) out[d] = out[d] * out_factor + part[d] * part_factor;
 }
 
@@ -226,7 +233,8 @@ static Group group_in(const Cpu *cpu, float *scratch) {
 }
 
 // Calls Kernels.scores, or Kernels.mix with the weights g.p, for positions begin..end-1 of a range,
-// page by page.
+// page by page. `begin` is a multiple of TILE. Only `mix` reads a->add: it adds the weighted sums
+// of a page to those of the pages before.
 static void attend_pages(const Cpu *cpu, Attention *a, const Range *r, Group g, int begin, int end,
                          void (*kernel)(const Attention *)) {
     for (int i = begin, next; i < end; i = next) {
@@ -251,14 +259,16 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
                    .type = cpu->kv_type,
                    .head_dim = c->head_dim,
                    .width = cpu->value_width};
-    int first = begin / TILE * TILE; // first position of the tile that has `begin`
-    attend_pages(cpu, &a, r, g, first, end, cpu->kernels->scores);
+    // Kernels can only begin with a whole tile of keys. So they also compute the positions of the
+    // tile before `begin`, which get weight 0
+    int tile = begin / TILE * TILE; // first position of the tile of `begin`
+    attend_pages(cpu, &a, r, g, tile, end, cpu->kernels->scores);
     for (int q = 0; q < item->n; q++) {
         float *p = g.p + q * KV_RANGE;
         s[q] = weights_of_scores(cpu, r, p, begin, end);
-        memset(p + first, 0, (begin - first) * sizeof *p);
+        memset(p + tile, 0, (begin - tile) * sizeof *p);
     }
-    attend_pages(cpu, &a, r, g, first, end, cpu->kernels->mix);
+    attend_pages(cpu, &a, r, g, tile, end, cpu->kernels->mix);
 }
 
 // Divides the sums of a query head of token t by the sum of the weights, and writes the result.
@@ -293,8 +303,8 @@ static void attend_group(Worker *self, const AttentionArgs *a, const AttentionIt
 }
 
 // Returns where the results of a range of a query head are stored if ranges are split among
-// threads: max, sum, then (value_width,) weighted sums. `range` counts the ranges of all tokens of
-// the batch.
+// threads: max, sum, then (value_width,) weighted sums. `range` is an index into the ranges of the
+// whole batch: all ranges of token 0, then all of token 1, ...
 static float *partial_at(const Cpu *cpu, int range, int head) {
     size_t index = (size_t)range * cpu->config.n_heads + head;
     return cpu->partials + index * (2 + cpu->value_width);
@@ -323,8 +333,8 @@ static int ranges_of(const Cpu *cpu, int pos) {
     return pos / KV_RANGE - first_visible(cpu, pos) / KV_RANGE + 1;
 }
 
-// A Task that merges the ranges that attend_partially stored. Items are query heads, all heads of
-// one token after the other.
+// A Task that merges the ranges that attend_partially stored. Item t * n_heads + head is a query
+// head of token t.
 static void merge_partials(Worker *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     const Cpu *cpu = self->cpu;
@@ -351,7 +361,7 @@ static void merge_partials(Worker *self, const void *args, int begin, int end) {
 // Attention in spans: up to SPAN consecutive tokens of a sequence, for one query head. The keys and
 // values of a range are loaded once for all tokens of the span
 
-enum { SPAN = CHUNK };
+enum { SPAN = CHUNK }; // max tokens of a span: as many as a batch can have
 
 // Returns the max tokens of a span for n tokens of a sequence: SPAN, halved until there are two
 // spans for each thread, but at least SPAN / 4, because shorter spans would load keys and values
@@ -362,21 +372,23 @@ static int span_length(const Cpu *cpu, int n) {
     return span;
 }
 
-// The arrays of a span. A panel is Kernels.queries consecutive tokens of the span, which a kernel
-// processes at once.
+// The arrays of a span. A kernel processes a panel at once: Kernels.panel_queries consecutive
+// tokens of the span, each with its query of the span's head. (QUERIES is another number: the query
+// heads of one token in a group.)
 typedef struct {
-    float *q;         // (panels, head_dim, queries of a panel)
+    float *q;         // (panels, head_dim, panel_queries)
     float *out;       // (SPAN, value_width) weighted sums of the values of the ranges so far
     Softmax *softmax; // (SPAN,) of the ranges so far
-    float *scores;    // (queries, KV_RANGE) of a panel and a range: scores, then weights
-    float *p;         // (KV_RANGE, queries) the weights, transposed
-    float *part;      // (queries, value_width) weighted sums of the values of the range
+    // Of one panel and one range
+    float *scores; // (panel_queries, KV_RANGE) scores, then weights
+    float *p;      // (KV_RANGE, panel_queries) the weights, transposed; unused for a panel of 1
+    float *part;   // (panel_queries, value_width) weighted sums of the values
 } Span;
 
 // Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
 // to their number of floats. Arrays of tokens have room for a panel that extends beyond the span.
 static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
-    int queries = cpu->kernels->queries, tokens = SPAN + queries;
+    int queries = cpu->kernels->panel_queries, tokens = SPAN + queries;
     Span s = {.q = scratch};
     s.out = s.q + tokens * cpu->config.head_dim;
     s.scores = s.out + tokens * cpu->value_width;
@@ -387,13 +399,19 @@ static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     return s;
 }
 
-// Copies the queries of n tokens of a head, from token t on, to a panel (head_dim, queries). If n
-// is less than Kernels.queries, fills the rest with zeros.
+// Returns the queries (head_dim, panel_queries) of the panel that begins with token t of the span.
+// t is a multiple of panel_queries, so that t / panel_queries panels precede it.
+static float *queries_of_panel(const Cpu *cpu, const Span *s, int t) {
+    return s->q + (size_t)t * cpu->config.head_dim;
+}
+
+// Copies the queries of n tokens of a head, from token t of the batch on, to a panel (head_dim,
+// panel_queries). If n is less than panel_queries, fills the rest with zeros.
 static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
     const Config *c = &cpu->config;
     size_t stride = c->q_dim;
     const float *q = cpu->q + t * stride + (size_t)head * c->head_dim;
-    int queries = cpu->kernels->queries;
+    int queries = cpu->kernels->panel_queries;
     if (n == queries) {
         cpu->kernels->transpose((uint8_t *)panel, (const uint8_t *)q, 4 * stride, queries,
                                 c->head_dim);
@@ -407,29 +425,33 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
 // that begin with position `at` of the range.
 static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int at, int n) {
     size_t dim = cpu->config.head_dim;
+    // A tile is the keys of TILE positions; a column of it is one dimension of these keys
     PanelProduct scores = {.y = s->scores + at,
                            .w = kv.keys,
-                           .x = s->q + t * dim,
+                           .x = queries_of_panel(cpu, s, t),
                            .y_stride = KV_RANGE,
-                           .next = dim * TILE, // a tile has the keys of TILE positions
-                           .column = TILE,     // a column has one dimension of them
+                           .tile_stride = dim * TILE,
+                           .column_stride = TILE,
                            .tiles = round_up_to_tile(n) / TILE,
                            .cols = (int)dim,
                            .type = cpu->kv_type};
     cpu->kernels->panel_product(&scores);
 }
 
-// Adds to s->part the values of these positions, times the weights of the panel; overwrites s->part
-// unless `add`.
+// Computes the weighted sums of the values of n positions of a page that begin with position `at`
+// of the range, with the weights of a panel. Writes them to s->part or, if `add`, adds them.
 static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n, bool add) {
     size_t width = cpu->value_width;
-    int queries = cpu->kernels->queries;
+    int queries = cpu->kernels->panel_queries;
+    // The transpose of one row of weights is that row itself
+    const float *p = queries > 1 ? s->p + (size_t)at * queries : s->scores + at;
+    // A tile is TILE dimensions of the values of n positions; a column of it is one position
     PanelProduct mix = {.y = s->part,
                         .w = kv.values,
-                        .x = queries > 1 ? s->p + (size_t)at * queries : s->scores + at,
+                        .x = p,
                         .y_stride = width,
-                        .next = TILE,    // a tile has TILE dimensions of the values
-                        .column = width, // a column has one position of them
+                        .tile_stride = TILE,
+                        .column_stride = width,
                         .tiles = (int)width / TILE,
                         .cols = n,
                         .add = add,
@@ -437,45 +459,60 @@ static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n
     cpu->kernels->panel_product(&mix);
 }
 
-// Adds a range to the attention of `tokens` tokens, which begin with token t of the span, at
-// position `pos`.
+// Turns the scores p[begin..end-1] of the token at `pos` into weights: 0 for positions that the
+// token does not attend to. Returns their softmax. Positions are counted from the start of the
+// range.
+static Softmax weights_of_token(const Cpu *cpu, const Range *r, float *p, int begin, int end,
+                                int pos) {
+    int first = first_visible(cpu, pos) - r->start, after = pos + 1 - r->start;
+    first = first > begin ? first : begin;
+    after = after < end ? after : end; // the token attends to first..after-1
+    if (first >= after) {
+        memset(p + begin, 0, (end - begin) * sizeof *p);
+        return (Softmax){-INFINITY, 0};
+    }
+    memset(p + begin, 0, (first - begin) * sizeof *p);
+    memset(p + after, 0, (end - after) * sizeof *p);
+    return weights_of_scores(cpu, r, p, first, after);
+}
+
+// Adds a range to the attention of the first `tokens` tokens of a panel, which begins with token t
+// of the span, at position `pos`. The rest of the panel is padding.
 static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, int pos,
                          int tokens) {
     const Kernels *k = cpu->kernels;
     size_t width = cpu->value_width;
-    int queries = k->queries, n = pos + tokens - r->start; // positions of the range
-    int first = first_visible(cpu, pos) - r->start;
-    n = n < KV_RANGE ? n : KV_RANGE, first = first > 0 ? first / PAGE * PAGE : 0;
-    if (n <= first) return;
-    for (int i = first; i < n; i += PAGE) {
+    int queries = k->panel_queries;
+    // Positions begin..end-1, counted from the start of the range, are those that any token of the
+    // panel attends to. `begin` is rounded down, so that the loops over pages begin with a whole
+    // one
+    int begin = first_visible(cpu, pos) - r->start, end = pos + tokens - r->start;
+    begin = begin > 0 ? begin / PAGE * PAGE : 0;
+    end = end < KV_RANGE ? end : KV_RANGE;
+    if (begin >= end) return;
+    for (int i = begin; i < end; i += PAGE) {
         CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
-        score_page(cpu, s, t, kv, i, n - i < PAGE ? n - i : PAGE);
+        score_page(cpu, s, t, kv, i, end - i < PAGE ? end - i : PAGE);
     }
-    Softmax of_range[16]; // (queries of a panel,)
+    Softmax of_range[MAX_PANEL_QUERIES];
     for (int i = 0; i < queries; i++) {
         float *p = s->scores + i * KV_RANGE;
-        int begin = first_visible(cpu, pos + i) - r->start, end = pos + i + 1 - r->start;
-        begin = begin > 0 ? begin : 0, end = end < n ? end : n;
-        if (i < tokens && begin < end) of_range[i] = weights_of_scores(cpu, r, p, begin, end);
-        else { // all weights become zero
-            of_range[i] = (Softmax){-INFINITY, 0};
-            begin = end = n;
-        }
-        memset(p + first, 0, (begin - first) * sizeof *p);
-        memset(p + end, 0, (n - end) * sizeof *p);
+        if (i < tokens) of_range[i] = weights_of_token(cpu, r, p, begin, end, pos + i);
+        else memset(p + begin, 0, (end - begin) * sizeof *p);
     }
     if (queries > 1)
-        k->transpose((uint8_t *)(s->p + (size_t)first * queries),
-                     (const uint8_t *)(s->scores + first), KV_RANGE * sizeof(float), queries,
-                     n - first);
-    for (int i = first; i < n; i += PAGE) {
+        k->transpose((uint8_t *)(s->p + (size_t)begin * queries),
+                     (const uint8_t *)(s->scores + begin), KV_RANGE * sizeof(float), queries,
+                     end - begin);
+    for (int i = begin; i < end; i += PAGE) {
         CachedHead kv = cache_at(cpu, r->cache, r->layer, r->head, r->start + i);
-        mix_page(cpu, s, kv, i, n - i < PAGE ? n - i : PAGE, i > first);
+        mix_page(cpu, s, kv, i, end - i < PAGE ? end - i : PAGE, /*add*/ i > begin);
     }
-    for (int i = 0; i < tokens; i++)
-        if (of_range[i].sum != 0) // merges NaN too
-            merge(s->out + (t + i) * width, &s->softmax[t + i], s->part + i * width, of_range[i],
-                  score_scale(cpu), (int)width);
+    for (int i = 0; i < tokens; i++) {
+        if (of_range[i].sum == 0) continue; // no position of the range is visible to this token
+        merge(s->out + (t + i) * width, &s->softmax[t + i], s->part + i * width, of_range[i],
+              score_scale(cpu), (int)width);
+    }
 }
 
 // Computes the attention of one span: item->n tokens of a query head.
@@ -483,12 +520,12 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
     const Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
     size_t width = cpu->value_width;
-    int queries = cpu->kernels->queries, tokens = item->n;
+    int queries = cpu->kernels->panel_queries, tokens = item->n;
     int first = cpu->positions[item->t], end = first + tokens; // positions
     Span s = span_in(cpu, self->scratch, NULL);
     for (int i = 0; i < tokens; i += queries) {
         int n = tokens - i < queries ? tokens - i : queries;
-        load_queries(cpu, s.q + i * c->head_dim, item->head, item->t + i, n);
+        load_queries(cpu, queries_of_panel(cpu, &s, i), item->head, item->t + i, n);
     }
     memset(s.out, 0, tokens * width * sizeof *s.out);
     for (int i = 0; i < tokens; i++) s.softmax[i] = (Softmax){-INFINITY, 0};
@@ -504,9 +541,9 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
 }
 
 size_t llamac_attention_scratch(const Cpu *cpu) {
-    size_t group = group_in(cpu, cpu->rotation).out - cpu->rotation, span;
-    group += QUERIES * cpu->value_width;
-    span_in(cpu, cpu->rotation, &span); // any array will do: only the size is used
+    float *base = cpu->rotation; // or any other array: only distances from it are used
+    size_t group = group_in(cpu, base).out + QUERIES * cpu->value_width - base, span;
+    span_in(cpu, base, &span);
     return group > span ? group : span;
 }
 
@@ -515,7 +552,8 @@ size_t llamac_attention_scratch(const Cpu *cpu) {
 
 enum { MIN_SPAN = 4 }; // min tokens of a run for which spans are faster than groups
 
-// Adds the items of one token: its groups or, if `split`, the ranges of its groups.
+// Adds the items of one token: its groups or, if `split`, the ranges of its groups. *n_ranges is
+// the number of ranges of the tokens before it, to which this adds its own.
 static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads;
@@ -523,10 +561,13 @@ static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
     for (int kv_head = 0; kv_head < c->n_kv_heads; kv_head++)
         for (int first = 0; first < shared; first += QUERIES) {
             int n = shared - first < QUERIES ? shared - first : QUERIES;
-            AttentionItem item = {GROUP, t, n, kv_head * shared + first, 0, *n_ranges};
-            if (split) item.kind = PART;
-            for (int i = 0; i < (split ? ranges : 1); i++, item.range++)
-                cpu->items[cpu->n_items++] = item;
+            AttentionItem item = {.kind = split ? PART : GROUP,
+                                  .t = t,
+                                  .n = n,
+                                  .head = kv_head * shared + first,
+                                  .first_range = *n_ranges};
+            int n_items = split ? ranges : 1;
+            for (; item.range < n_items; item.range++) cpu->items[cpu->n_items++] = item;
         }
     *n_ranges += ranges;
 }
@@ -557,16 +598,20 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         extend_rotations(cpu, run->pos + run->n);
         longest = run->pos + run->n > longest ? run->pos + run->n : longest;
     }
-    // ranges are split among threads if the groups are too few to keep all threads busy
-    int n_groups = batch->T * c->n_kv_heads * groups;
-    cpu->split = !has_spans && ranges > batch->T && ranges <= cpu->max_ranges
-                 && n_groups < 2 * cpu->pool.n_threads && n_groups % cpu->pool.n_threads;
+    // Groups keep all threads busy if each thread gets the same number of them, or two or more.
+    // Otherwise the ranges of groups are split among threads, if there is more than one range for a
+    // token, and if cpu->partials has room for the results of all
+    int n_groups = batch->T * c->n_kv_heads * groups, threads = cpu->pool.n_threads;
+    bool all_busy = n_groups >= 2 * threads || n_groups % threads == 0;
+    cpu->split = !has_spans && !all_busy && ranges > batch->T && ranges <= cpu->max_ranges;
     cpu->n_items = 0, ranges = 0;
     for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++) {
         if (run->n >= MIN_SPAN) add_spans(cpu, run);
         else
             for (int i = 0; i < run->n; i++) add_groups(cpu, run->first + i, cpu->split, &ranges);
     }
+    // Multiplications of one item, roughly: scores and weighted sums take one each for a query, a
+    // position and a dimension. A group has up to QUERIES queries, a short span SPAN / 4
     cpu->item_cost = 2 * (int64_t)longest * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
 }
 
@@ -589,8 +634,9 @@ typedef struct {
 } FusedArgs;
 _Static_assert(sizeof(FusedArgs) <= MAX_ARGS, "FusedArgs must fit in a step");
 
-// A Task. Items are KV heads, each with one group. One thread computes queries, key, value and
-// attention of its KV heads, so no barrier is needed between the products and attention.
+// A Task for one token. Items are KV heads; cpu->items[head] is the only group of a KV head. One
+// thread computes queries, key, value and attention of its KV heads, so no barrier is needed
+// between the products and attention.
 static void qkv_attention_heads(Worker *self, const void *args, int begin, int end) {
     const FusedArgs *a = args;
     Activations in = llamac_activations(self, &a->qkv);
@@ -604,13 +650,14 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
 }
 
 // Returns whether to fuse the steps of one token: there are other threads to wait for, every thread
-// gets the same number of KV heads, each head has one group, and the weight rows of each head begin
-// with a new row of tiles.
+// gets the same number of KV heads, each head has one group, and the weights of each head begin at
+// a multiple of TILE rows, as llamac_multiply_rows expects.
 static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
-    return T == 1 && cpu->n_items == c->n_kv_heads && c->head_dim % TILE == 0 && threads > 1
-           && c->n_kv_heads % threads == 0;
+    bool one_group_per_head = cpu->n_items == c->n_kv_heads;
+    return T == 1 && threads > 1 && c->n_kv_heads % threads == 0 && one_group_per_head
+           && c->head_dim % TILE == 0;
 }
 
 void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer *w, float *out,
@@ -618,11 +665,13 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
     Product products[] = {
-        {cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
+        {.out = cpu->q, .w = &w->wq}, {.out = cpu->k, .w = &w->wk}, {.out = cpu->v, .w = &w->wv}};
+    // Backend.begin has planned the batch for all layers, unless the op is called outside begin and
+    // end, as by tests
     if (!cpu->collecting) llamac_plan_attention(cpu, batch);
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, batch->T);
     AttentionArgs a = {out, w, layer};
-    llamac_prepare(cpu, &qkv);
+    llamac_prepare(cpu, &qkv); // adds the steps that convert x, none for one token
     if (can_fuse(cpu, batch->T)) {
         FusedArgs fused = {qkv, a};
         int items = 0;
@@ -641,21 +690,27 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
 // ----------------------------------------------------------------------------
 // Pages and caches
 
-// Bytes of the arrays of a page. `scales` is that of the keys' scales, and that of the values'.
-typedef struct { size_t keys, values, scales, all; } PageSizes;
+// Bytes of the arrays of a page.
+typedef struct {
+    size_t keys, values;
+    size_t scales; // of key_scales, and as many of value_scales; 0 without scales
+    size_t all;    // of these four arrays, which follow each other in this order
+} PageSizes;
 
 static PageSizes page_sizes(const Cpu *cpu) {
     const Config *c = &cpu->config;
     size_t rows = (size_t)c->n_layers * c->n_kv_heads * PAGE, size = number_size(cpu->kv_type);
     PageSizes s = {.keys = rows * c->head_dim * size, .values = rows * cpu->value_width * size};
-    if (cpu->kv_type == INT8_GROUPS) s.scales = rows * sizeof(float);
+    if (has_scales(cpu)) s.scales = rows * sizeof(float);
     s.all = s.keys + s.values + 2 * s.scales;
     return s;
 }
 
 // Returns an unused page. Returns NULL if there is not enough memory.
 static Page *new_page(Cpu *cpu) {
-    enum { HEAD = (sizeof(Page) + 63) / 64 * 64 }; // each part is a multiple of 64 bytes
+    // The four arrays follow the Page. Each begins at a multiple of 64 bytes: HEAD is one, and so
+    // are the sizes of the arrays, which have PAGE = 64 positions
+    enum { HEAD = (sizeof(Page) + 63) / 64 * 64 };
     PageSizes s = page_sizes(cpu);
     Page *page = cpu->unused_pages;
     if (page) cpu->unused_pages = page->next;
@@ -714,7 +769,7 @@ bool llamac_cpu_reserve(Backend *b, Cache *cache, int pos, int n) {
     if (last && (*last)->n_caches > 1) {
         Page *page = new_page(cpu);
         if (!page) return false;
-        memcpy(page->keys, (*last)->keys, page_sizes(cpu).all);
+        memcpy(page->keys, (*last)->keys, page_sizes(cpu).all); // the arrays after the keys, too
         drop_page(cpu, *last);
         *last = page;
     }
@@ -731,7 +786,7 @@ bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
     (void)b;
     int pages = (n + PAGE - 1) / PAGE;
     if (!grow(cache, pages)) return false;
-    for (int i = 0; i < pages; i++) {
+    for (int i = 0; i < pages; i++) { // `cache` is empty, so there are no pages to drop
         cache->pages[i] = from->pages[i];
         cache->pages[i]->n_caches++;
     }
@@ -740,7 +795,9 @@ bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
 }
 
 // ----------------------------------------------------------------------------
-// Copies of the cache in the layout of Backend.read_cache
+// Copies of positions of the cache in one array, `bytes`: keys (n_layers, n_kv_heads, n, head_dim),
+// values of the same shape and, if the cache has scales, those of the keys (n_layers, n_kv_heads,
+// n) and those of the values
 
 // Copies n numbers of `size` bytes. The strides are the distances, in numbers, between one number
 // and the next in each array.
@@ -754,10 +811,11 @@ static void copy_strided(char *to, size_t to_stride, const char *from, size_t fr
     }
 }
 
-// Where a copy has the key, the value and their scales of one row. A row is a position of a KV head
-// of a layer.
+// Pointers into `bytes`: to the key and the value of one position of a KV head of a layer, and to
+// their scales.
 typedef struct { char *key, *value, *key_scale, *value_scale; } CopiedRow;
 
+// Returns row `row` of the (n_layers * n_kv_heads * n) rows in `bytes`.
 static CopiedRow row_of_copy(const Cpu *cpu, char *bytes, int n, size_t row) {
     const Config *c = &cpu->config;
     size_t rows = (size_t)c->n_layers * c->n_kv_heads * n;
@@ -767,7 +825,8 @@ static CopiedRow row_of_copy(const Cpu *cpu, char *bytes, int n, size_t row) {
                        scales + row * sizeof(float), scales + (rows + row) * sizeof(float)};
 }
 
-// Copies positions pos..pos+n-1 from a cache to such a copy or, if `to_cache`, back.
+// Copies positions pos..pos+n-1 from a cache to `bytes` or, if `to_cache`, from `bytes` to the
+// cache.
 static void copy_positions(const Cpu *cpu, const Cache *cache, int pos, int n, char *bytes,
                            bool to_cache) {
     const Config *c = &cpu->config;

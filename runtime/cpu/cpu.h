@@ -78,7 +78,7 @@ struct Cpu {
     int64_t item_cost; // of one item, see llamac_add_step
     bool split;        // the items are PARTs
     float *partials;   // (max_ranges, n_heads, 2 + value_width) results of PARTs
-    int max_ranges;
+    int max_ranges;    // of all tokens of a batch that is split
 
     // Activations of a chunk of tokens. gated_* hold the output of SwiGLU
     float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)

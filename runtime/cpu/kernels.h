@@ -117,15 +117,18 @@ typedef struct {
     Type type; // of keys and values: F32, F16 or INT8_GROUPS, without its scales
 } Attention;
 
-// Attention of many tokens multiplies panels of Kernels.queries queries with tiles of TILE rows:
-// queries with keys (a row is a position, a column a dimension of the head), then probabilities
-// with values (a row is a dimension, a column a position).
+enum { MAX_PANEL_QUERIES = 8 }; // max of Kernels.panel_queries
+
+// Attention of many tokens multiplies panels of Kernels.panel_queries queries with tiles of TILE
+// rows: queries with keys (a row is a position, a column a dimension of the head), then
+// probabilities with values (a row is a dimension, a column a position).
 typedef struct {
-    float *y; // (queries, y_stride): the product with row r of tile i is in column i * TILE + r
-    const void *w;  // row r, column c of tile i is w[i * next + c * column + r]
-    const float *x; // (cols, queries)
+    // (panel_queries, y_stride): the product with row r of tile i is in column i * TILE + r
+    float *y;
+    const void *w;  // row r, column c of tile i is w[i * tile_stride + c * column_stride + r]
+    const float *x; // (cols, panel_queries)
     // in numbers: between the rows of y, between tiles of w, between columns of a tile of w
-    size_t y_stride, next, column;
+    size_t y_stride, tile_stride, column_stride;
     int tiles, cols;
     bool add;  // add to y instead of replacing it
     Type type; // of w: F32, F16 or INT8_GROUPS, without its scales
@@ -160,7 +163,7 @@ typedef struct Kernels {
     // Max tokens of a panel. If 1, the kernels have no tiles: weights are multiplied by `dot`, and
     // a panel (cols, 1) is just a row of activations
     int tokens;
-    int queries; // queries of a panel in PanelProduct
+    int panel_queries; // queries of a panel in PanelProduct
     TypeKernels types[BF16 + 1];
     // out (n,) = w (n,) as float32
     void (*floats_f16)(float *out, const void *w, int n);

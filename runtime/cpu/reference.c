@@ -240,11 +240,10 @@ static void mix(const Attention *a) {
 
 static void panel_product(const PanelProduct *p) {
     for (int row = 0; row < p->tiles * TILE; row++) {
-        // p->next is the distance between tiles, p->column that between columns of a tile
-        size_t at = row / TILE * p->next + row % TILE;
+        size_t at = row / TILE * p->tile_stride + row % TILE;
         float sum = p->add ? p->y[row] : 0;
         for (int c = 0; c < p->cols; c++)
-            sum += number(p->type, p->w, at + c * p->column) * p->x[c];
+            sum += number(p->type, p->w, at + c * p->column_stride) * p->x[c];
         p->y[row] = sum;
     }
 }
@@ -254,8 +253,8 @@ static bool always(void) { return true; }
 const Kernels llamac_reference = {
     .name = "scalar",
     .supported = always,
-    .tokens = 1,  // no tiles: weights are multiplied by `dot`
-    .queries = 1, // of a PanelProduct; `scores` and `mix` take up to QUERIES
+    .tokens = 1,        // no tiles: weights are multiplied by `dot`
+    .panel_queries = 1, // `scores` and `mix` take up to QUERIES
     .types = {[F32] = {.dot = dot_f32},
               [F16] = {.dot = dot_f16},
               [BF16] = {.dot = dot_bf16},

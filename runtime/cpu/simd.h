@@ -117,7 +117,7 @@ K_KERNELS(q6_k, Q6_K)
 
 // PANEL is defined in simd_attention.h.
 #define SIMD_KERNELS \
-    .tokens = TOKENS, .queries = PANEL, \
+    .tokens = TOKENS, .panel_queries = PANEL, \
     .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, \
               [F16] = {.pack = pack_words, .product = product_f16}, \
               [BF16] = {.pack = pack_words, .product = product_bf16}, \

@@ -76,21 +76,21 @@ INLINE void mix_of(Type type, const Attention *a) { BY_QUERIES(mix_queries, type
 
 TARGET static void mix(const Attention *a) { BY_TYPE(mix_of, a); }
 
-// Queries of a panel: Kernels.queries. Divides the max tokens of a span, see span_length in
+// Queries of a panel: Kernels.panel_queries. Divides the max tokens of a span, see span_length in
 // attention.c.
-enum { PANEL = TOKENS < 8 ? 4 : 8 };
+enum { PANEL = TOKENS < 8 ? 4 : MAX_PANEL_QUERIES };
 
 // Multiplies a panel with `tiles` tiles of w, from tile `first` on.
 INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int tiles) {
-    const char *w = (const char *)p->w + first * p->next * number_size(type);
+    const char *w = (const char *)p->w + first * p->tile_stride * number_size(type);
     float *y = p->y + first * TILE;
     Floats sums[SUMS][TOKENS], column[SUMS];
     const float *x = p->x;
     UNROLL for (int v = 0; v < tiles * VECTORS; v++) UNROLL for (int t = 0; t < PANEL; t++)
         sums[v][t] = p->add ? LOAD(y + t * p->y_stride + v * LANES) : SET(0);
-    for (int c = 0; c < p->cols; c++, w += p->column * number_size(type), x += PANEL) {
+    for (int c = 0; c < p->cols; c++, w += p->column_stride * number_size(type), x += PANEL) {
         UNROLL for (int v = 0; v < tiles * VECTORS; v++) column[v] =
-            load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
+            load(type, w, v / VECTORS * p->tile_stride + v % VECTORS * LANES);
         add_column(sums, column, x, PANEL, tiles * VECTORS);
     }
     UNROLL for (int v = 0; v < tiles * VECTORS; v++) UNROLL for (int t = 0; t < PANEL; t++)
