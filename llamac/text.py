@@ -6,7 +6,7 @@ import numpy as np
 import llamac
 
 CHUNK = 64  # tokens of a prompt that are evaluated in one call
-NO_LIMIT = (1 << 31) - 1  # tokens
+NO_LIMIT = (1 << 31) - 1  # tokens that are left for a text without max_tokens
 
 
 class TextStream:
@@ -25,7 +25,7 @@ class TextStream:
         if not self.stop:
             return text
         self.held += text
-        ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
+        ends = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
         if ends:
             self.held, self.stopped, last = self.held[:min(ends)], True, True
         size = len(self.held) - (0 if last else self.uncertain())
@@ -34,9 +34,9 @@ class TextStream:
 
     def uncertain(self):
         """Return how many characters at the end may begin a stop text."""
-        longest = max((len(text) for text in self.stop), default=1) - 1
+        longest = max((len(stop) for stop in self.stop), default=1) - 1
         for size in range(min(longest, len(self.held)), 0, -1):
-            if any(text.startswith(self.held[-size:]) for text in self.stop):
+            if any(stop.startswith(self.held[-size:]) for stop in self.stop):
                 return size
         return 0
 
@@ -45,7 +45,9 @@ def token_details(model, logits, previous, token, count):
     """
     Return {"token", "logprob", "bytes", "top_logprobs"} of a token, as OpenAI's API has them.
 
-    logits: (vocab_size,), from which the token was sampled; count: of the likeliest tokens.
+    logits: (vocab_size,) as the model computed them, without temperature, penalties and grammar;
+    previous: the token before this one, on which its bytes depend; count: how many tokens to list
+    in top_logprobs, the likeliest first.
     """
     log_p = logits.astype(np.float64) - logits.max()
     log_p -= np.log(np.exp(log_p).sum())
@@ -84,7 +86,7 @@ class Continuation:
 
     grammar: a Grammar that the text obeys. It ends as soon as it is complete.
     reason: None, or why the text ended: "stop" or "length".
-    ready: whether all tokens up to the next one to sample are evaluated.
+    ready: whether part() has returned all tokens. After their evaluation, call advance().
     """
 
     def __init__(self, sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None,
@@ -101,54 +103,59 @@ class Continuation:
         if grammar:
             grammar.reset()
         self.stream, self.details = TextStream(list(stop)), []
-        self.count = self.length = 0  # tokens, and characters that advance() returned
+        self.count = 0  # tokens generated so far, without the end token
+        self.length = 0  # characters of the text that advance() has returned
         self.reason = "length" if max_tokens == 0 else None
-        self.last, self.new = int(tokens[-1]), tokens  # new: still to evaluate
+        self.last = int(tokens[-1])  # the latest token
+        self.pending = tokens  # those that are still to be evaluated
         self.resume(sequence)
         self.slide()
 
     @property
     def ready(self):
-        return not len(self.new)
+        return not len(self.pending)
 
     @property
-    def n_new(self):
+    def n_pending(self):
         """Number of tokens that are still to be evaluated."""
-        return len(self.new)
+        return len(self.pending)
 
     def suspend(self):
         """Free the sequence. resume() goes on with the same text, in another sequence."""
-        self.new = np.concatenate([self.sequence.tokens, self.new])
+        self.pending = np.concatenate([self.sequence.tokens, self.pending])
         self.sequence.free()
 
     def resume(self, sequence):
-        """Evaluate the new tokens in a sequence that begins with some of them, or is empty."""
-        # The last token is evaluated in any case, for its logits.
-        known = common_prefix(sequence.tokens, self.new[:-1])
+        """
+        Use another sequence for the text, all of whose tokens are pending. Those with which the
+        sequence begins are no longer pending; the other tokens of the sequence are dropped.
+        """
+        # The last token is always evaluated, for its logits.
+        known = common_prefix(sequence.tokens, self.pending[:-1])
         sequence.truncate(known)
-        self.sequence, self.new = sequence, self.new[known:]
+        self.sequence, self.pending = sequence, self.pending[known:]
 
     def slide(self):
         """
-        If the new tokens do not fit into the context, begin again with the first token and the
-        latest ones, half a context in all, as run does.
+        If the pending tokens do not fit into the context, begin again with the first token of the
+        sequence and the latest ones, half a context in all, as the program run does.
         """
         positions = self.sequence.engine.positions
-        if len(self.sequence) + len(self.new) <= positions:
+        if len(self.sequence) + len(self.pending) <= positions:
             return
         half = positions // 2 if positions > 3 else 1
-        tokens = np.concatenate([self.sequence.tokens, self.new])
-        self.new = np.append(tokens[:1], tokens[1 - half:]) if half > 1 else self.new[-1:]
+        tokens = np.concatenate([self.sequence.tokens, self.pending])
+        self.pending = np.append(tokens[:1], tokens[1 - half:]) if half > 1 else self.pending[-1:]
         self.sequence.truncate(0)
 
     def part(self, max_tokens):
         """Return the next Part to evaluate, of up to max_tokens tokens."""
-        tokens, self.new = self.new[:max_tokens], self.new[max_tokens:]
-        return llamac.Part(self.sequence, tokens, logits="none" if len(self.new) else "last")
+        tokens, self.pending = self.pending[:max_tokens], self.pending[max_tokens:]
+        return llamac.Part(self.sequence, tokens, logits="none" if len(self.pending) else "last")
 
     def take_back(self, part):
-        """Make the tokens of the latest Part, whose evaluation has failed, new again."""
-        self.new = np.concatenate([part.tokens, self.new])
+        """Make the tokens of the latest Part, whose evaluation has failed, pending again."""
+        self.pending = np.concatenate([part.tokens, self.pending])
 
     def prepare(self):
         """Let the sampler draw only tokens that the grammar allows next."""
@@ -182,7 +189,7 @@ class Continuation:
         complete = bool(self.grammar and self.grammar.complete)
         text = stream.add(data, ended or complete or self.count == self.max_tokens)
         self.length, self.last = self.length + len(text), token
-        self.new = np.array([token], np.int32)
+        self.pending = np.array([token], np.int32)
         if ended or complete or stream.stopped:
             self.reason = "stop"
         elif self.count == self.max_tokens:
@@ -193,10 +200,11 @@ class Continuation:
         return text, certain, self.count, self.reason
 
     def certain_details(self):
-        """Return the details of the tokens in the text that is certain, and drop them."""
-        # At the end all text is certain, but a stop text cuts off tokens, and so their details.
-        all_certain = self.reason and not self.stream.stopped
-        certain = [entry for entry in self.details if entry["offset"] < self.length or all_certain]
+        """Remove and return the details of the tokens in the text that is certain."""
+        # A token is in the certain text if its first character is. At the end of the text, all
+        # other tokens are returned too, unless a stop text was found, with which they are cut off.
+        return_all = self.reason and not self.stream.stopped
+        certain = [entry for entry in self.details if entry["offset"] < self.length or return_all]
         self.details = self.details[len(certain):]
         return certain
 
@@ -212,8 +220,8 @@ def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=N
     top_logprobs: how many likeliest tokens the details of a token have; None: no details.
     grammar: a Grammar that the text obeys.
     """
-    text = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs, grammar)
-    while not text.reason:
-        sequence.engine.evaluate([text.part(CHUNK)])
-        if text.ready:
-            yield text.advance()
+    continuation = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs, grammar)
+    while not continuation.reason:
+        sequence.engine.evaluate([continuation.part(CHUNK)])
+        if continuation.ready:
+            yield continuation.advance()

@@ -145,7 +145,7 @@ class Task:
         running: as there. Raises llamac.Error or MemoryError.
         """
         # `suspend` has freed the text's sequence, so all its tokens have to be evaluated again.
-        tokens = self.text.new if self.text else llamac.token_array(self.tokens)
+        tokens = self.text.pending if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:
             if self.text:
@@ -275,9 +275,9 @@ class Scheduler:
             return None
         self.waiting = deque(task for task in self.waiting if not task.cancelled)
         # Several texts of one prompt: the first evaluates the prompt, and the others wait for that
-        # and then copy its sequence. count: tokens generated so far; n_new: tokens still to be
+        # and then copy its sequence. count: tokens generated so far; n_pending: tokens still to be
         # evaluated.
-        busy = [task.tokens for task in self.running if not task.text.count and task.text.n_new > 1]
+        busy = [task.tokens for task in self.running if not task.text.count and task.text.n_pending > 1]
         ready = [task for task in self.waiting
                  if not any(task.tokens is tokens for tokens in busy)]
         # A request with many running texts comes after requests with fewer.
@@ -306,8 +306,8 @@ class Scheduler:
     def evaluate(self, engine, tasks):
         """Evaluate a batch of an engine, and append a token to each text whose prompt is done."""
         # A running text has one new token, the latest; a text whose prompt is not done has more.
-        prompts = [task for task in tasks if task.text.n_new > 1]
-        shares = split_evenly([task.text.n_new for task in prompts], PROMPT_CHUNK)
+        prompts = [task for task in tasks if task.text.n_pending > 1]
+        shares = split_evenly([task.text.n_pending for task in prompts], PROMPT_CHUNK)
         sizes = dict(zip(map(id, prompts), shares))
         parts = [task.text.part(sizes.get(id(task), 1)) for task in tasks]
         try:

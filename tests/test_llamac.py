@@ -207,7 +207,7 @@ def test_a_text_goes_on_in_another_sequence(models):
             if n in changes:
                 text.take_back(part)
                 text.suspend()
-                assert not text.sequence.pointer and text.new[-1] == text.last
+                assert not text.sequence.pointer and text.pending[-1] == text.last
                 text.resume(llamac.Sequence(engine))
                 part = text.part(64)
             engine.evaluate([part])
