@@ -1,13 +1,15 @@
 """
-Texts for many clients at once: one thread owns the engines and evaluates a batch a step.
+Generate texts for many clients at once. A text is what a model writes for one prompt (a Task).
 
-A batch has the next token of each running text, and a chunk of the prompts of those that have just
-begun, so that running texts do not stall behind a long prompt. Engines of several models take
-turns, because one batch uses all cores. A text does not depend on the others in its batch.
+One thread owns the engines and works in steps. In each step, each engine evaluates a batch: the
+next token of each of its running texts, and a chunk of the prompts of those that have just begun,
+so that running texts do not stall behind a long prompt. Engines of several models take turns,
+because one batch uses all cores. A text does not depend on the others in its batch.
 
-A text begins when there is memory for all its tokens. If the library finds too little all the same,
-sequences that were kept for later requests are freed, and then the text that began last goes back
-to the queue, until another one ends. It loses nothing: its tokens are evaluated again.
+A text begins when there is memory for all its tokens. If the library cannot allocate memory
+nevertheless, sequences that were kept for later requests are freed, and then the text that began
+last goes back to the queue, until another one ends. It loses nothing: its tokens are evaluated
+again.
 """
 import contextlib
 import threading
@@ -26,19 +28,24 @@ MAX_QUEUED = 2048  # events in an Inbox; its texts pause until the client has ta
 MAX_KEPT = 64  # sequences that an engine keeps for later requests
 MAX_KEPT_BYTES = 1 << 28  # bytes of the KV caches of all sequences that an engine keeps
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
-# The running texts of an engine may take this share of the memory that is free when it starts.
+# The running texts of an engine may take this share of the memory that is free when the
+# SequenceCache of the engine is made.
 MEMORY_SHARE = 0.5
 POLL = 0.2  # max seconds to wait for an event, before checking whether the client has left
 
 
 class SequenceCache:
-    """Sequences of an engine whose texts have ended. A request that begins like one reuses it."""
+    """
+    Keeps the sequences of texts that have ended, for one engine. A later text that begins with the
+    same tokens reuses the sequence, so these tokens are not evaluated again.
+    """
 
     def __init__(self, engine):
         self.engine, self.kept = engine, []  # [(Sequence, its tokens)], the latest last
         info = engine.model.info
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
-        token_bytes = 2 * info.n_layers * kv_dim * 4  # keys and values in 32 bits, the max
+        # Bytes of a token's keys and values, if the KV cache has its widest type: 32 bits
+        token_bytes = 2 * info.n_layers * kv_dim * 4
         self.max_kept_tokens = MAX_KEPT_BYTES // token_bytes
         # Tokens of all running texts together. This limit is needed because Linux promises more
         # memory than there is, and kills a program that uses it.
@@ -46,10 +53,12 @@ class SequenceCache:
 
     def take(self, tokens, running=()):
         """
-        Return a sequence that begins like `tokens`, the longest that can be had: a kept sequence,
-        which then leaves `kept`; the beginning of a kept or running one, copied; or a new one.
+        Return a sequence that contains as many of the first tokens of `tokens` as possible, and no
+        others. Among the kept and running sequences, find the one that begins with the most of
+        these tokens. If it is a kept one without further tokens, remove it from `kept` and return
+        it. Otherwise return a copy of its beginning, or a new sequence if none shares a token.
 
-        tokens: (T,) int32; running: sequences of the engine whose texts run.
+        tokens: (T,) int32; running: the sequences of the running texts of the engine.
         """
         found = [*self.kept, *((sequence, sequence.tokens) for sequence in running)]
         shared = [llamac.common_prefix(known, tokens) for _, known in found]
@@ -65,11 +74,11 @@ class SequenceCache:
 
     def keep(self, sequence):
         """
-        Keep a sequence with a copy of its tokens, or free it if there is no memory for that. Free
-        the oldest sequences beyond the limits.
+        Keep a sequence with a copy of its tokens, or free it if there is no memory for the copy.
+        Then free the oldest sequences until the limits are met.
         """
         try:
-            self.kept.append((sequence, sequence.tokens))
+            self.kept.append((sequence, sequence.tokens))  # this attribute makes the copy
         except MEMORY_ERRORS:
             sequence.free()
             return
@@ -105,8 +114,8 @@ class Inbox:
         Return all that has arrived since the latest call, in a list that is empty if nothing
         arrives within POLL seconds.
 
-        pause: seconds to wait first, unless a text ends. To wake a thread for each token takes
-        more time than to make its text.
+        pause: seconds to wait first, unless a text ends. The pause collects several events,
+        because waking a thread takes more time than generating a token.
         """
         if pause:
             self.ended.wait(pause)
@@ -134,17 +143,17 @@ class Task:
     text: llamac.Continuation | None = None  # what generates it; None before it begins
     cancelled: bool = False
 
-    def max_tokens(self):
-        """Return the max tokens of the sequence, prompt included."""
+    def max_length(self):
+        """Return the max length of the sequence in tokens, prompt included."""
         wanted = len(self.tokens) + self.options["max_tokens"]
         return min(wanted, self.cache.engine.positions)
 
     def begin(self, running):
         """
         Begin the text, or resume it after `suspend`, in a sequence from SequenceCache.take.
-        running: as there. Raises llamac.Error or MemoryError.
+        running: see SequenceCache.take. Raises llamac.Error or MemoryError.
         """
-        # `suspend` has freed the text's sequence, so all its tokens have to be evaluated again.
+        # After `suspend`, all tokens of the text are pending: they have to be evaluated again.
         tokens = self.text.pending if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:
@@ -233,12 +242,12 @@ class Scheduler:
             self.end(task, llamac.Error("the client has left"))
         if self.waiting:
             self.begin()
-        ready = [task for task in self.running if not task.inbox.is_full()]
-        for cache in {id(task.cache): task.cache for task in ready}.values():
-            self.evaluate(cache.engine, [task for task in ready if task.cache is cache])
+        active = [task for task in self.running if not task.inbox.is_full()]  # the others pause
+        for cache in {id(task.cache): task.cache for task in active}.values():
+            self.evaluate(cache.engine, [task for task in active if task.cache is cache])
         with self.changed:
             future, function = self.calls.popleft() if self.calls else (None, None)
-            if not ready and not future:
+            if not active and not future:
                 self.changed.wait(0.01)  # until clients have taken some events
         if future:
             try:
@@ -275,14 +284,15 @@ class Scheduler:
             return None
         self.waiting = deque(task for task in self.waiting if not task.cancelled)
         # Several texts of one prompt: the first evaluates the prompt, and the others wait for that
-        # and then copy its sequence. count: tokens generated so far; n_pending: tokens still to be
-        # evaluated.
-        busy = [task.tokens for task in self.running if not task.text.count and task.text.n_pending > 1]
-        ready = [task for task in self.waiting
-                 if not any(task.tokens is tokens for tokens in busy)]
+        # and then copy its sequence. They do not wait for the last token of the prompt, which each
+        # text evaluates itself, for its logits.
+        busy = [task.tokens for task in self.running
+                if task.text.count == 0 and task.text.n_pending > 1]
+        candidates = [task for task in self.waiting
+                      if not any(task.tokens is tokens for tokens in busy)]
         # A request with many running texts comes after requests with fewer.
-        task = min(ready, default=None, key=lambda task: sum(other.inbox is task.inbox
-                                                             for other in self.running))
+        task = min(candidates, default=None, key=lambda task: sum(other.inbox is task.inbox
+                                                                  for other in self.running))
         return task if task and self.has_memory(task) else None
 
     def has_memory(self, task):
@@ -290,22 +300,23 @@ class Scheduler:
         Return whether there is memory for a text beside the running ones of its engine. An
         engine without running texts may always begin one.
         """
-        beside = [other.max_tokens() for other in self.running if other.cache is task.cache]
-        return not beside or sum(beside) + task.max_tokens() <= task.cache.max_running_tokens
+        beside = [other.max_length() for other in self.running if other.cache is task.cache]
+        return not beside or sum(beside) + task.max_length() <= task.cache.max_running_tokens
 
     def put_back(self, task, wait):
         """
-        Move a running text to the front of the queue, because memory is short. wait: no text begins
-        until another one has ended.
+        Move a running text to the front of the queue, because memory is short. wait: let no text
+        begin until another one has ended.
         """
         with self.changed:
             self.running.remove(task)
             self.waiting.appendleft(task)
-            self.memory_is_short = wait
+            if wait:
+                self.memory_is_short = True
 
     def evaluate(self, engine, tasks):
         """Evaluate a batch of an engine, and append a token to each text whose prompt is done."""
-        # A running text has one new token, the latest; a text whose prompt is not done has more.
+        # A text has one pending token, its latest; until its prompt is evaluated, it has more.
         prompts = [task for task in tasks if task.text.n_pending > 1]
         shares = split_evenly([task.text.n_pending for task in prompts], PROMPT_CHUNK)
         sizes = dict(zip(map(id, prompts), shares))
@@ -317,6 +328,7 @@ class Scheduler:
                 task.text.take_back(part)
             self.recover(engine, tasks, e)
             return
+        # A text is ready if its whole prompt is evaluated, and so all its tokens.
         self.advance(engine, [task for task in tasks if task.text.ready])
 
     def recover(self, engine, tasks, error):
@@ -338,7 +350,7 @@ class Scheduler:
             self.end(tasks[0], error)
             return
         for task in tasks:
-            if task in self.running:  # evaluating an earlier task may have put it back or ended it
+            if task in self.running:  # recovering from an earlier task may have put this one back
                 self.evaluate(engine, [task])
 
     def advance(self, engine, tasks):
