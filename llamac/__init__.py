@@ -16,9 +16,9 @@ The C library in Python: runtime/llamac.h through ctypes. `make lib` builds libl
     one, other = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
     engine.evaluate([llamac.Part(one, tokens), llamac.Part(other, tokens)])
 
-The library's errors are raised as Error. Arrays of tokens are the library's memory, which is freed
-with the last reference to it; arrays of logits are copies. Threads may share a model and an engine;
-calls of one engine wait for each other.
+The library's errors are raised as Error. Arrays from the encode methods of Model are the library's
+memory, which is freed with the last reference to it; all other arrays are copies. Threads may share
+a model and an engine; calls of one engine wait for each other.
 """
 import contextlib
 import ctypes
@@ -60,8 +60,9 @@ class Options(ctypes.Structure):
 
 class Sampler(ctypes.Structure):
     """
-    How tokens are drawn: the fields of llamac_sampler in runtime/llamac.h, which describes them. A
-    field that is 0 leaves its step out. state: the seed; each token changes it.
+    How tokens are drawn: the fields of llamac_sampler in runtime/llamac.h, which describes them. 0
+    turns a filter or a penalty off, and temperature 0 takes the most likely token. state: the seed;
+    each draw changes it.
     """
     _fields_ = [("temperature", c_float), ("topp", c_float), ("state", c_uint64), ("topk", c_int),
                 ("minp", c_float), ("repeat_penalty", c_float), ("frequency_penalty", c_float),
@@ -95,7 +96,8 @@ POOLINGS = ("mean", "last")  # as LLAMAC_MEAN, LLAMAC_LAST
 MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
 # {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
-# argument is ERROR can fail: use call(), which passes that argument.
+# argument is ERROR can fail: use call(), which passes that argument. A name in _sized: the function
+# also takes the size of a struct, because structs may grow in later versions of the library.
 FUNCTIONS = {
     "open": (MODEL, c_char_p, c_int, ERROR),
     "open_memory": (MODEL, *TEXT, c_int, ERROR),
@@ -137,8 +139,8 @@ FUNCTIONS = {
     "grammar_allowed": (c_void_p, GRAMMAR, c_int),
     "grammar_complete": (c_bool, GRAMMAR),
 }
-# Functions that take a microsecond. Other threads do not run meanwhile, because to release Python's
-# lock and to wait for it again would take longer.
+# Functions that take a microsecond. library() loads them with PyDLL, which keeps Python's lock
+# during a call, so other threads do not run meanwhile: releasing and taking it would take longer.
 QUICK = {"decode", "ends", "sequence_length", "sequence_tokens", "grammar_reset", "grammar_accept",
          "grammar_complete"}
 
@@ -160,8 +162,8 @@ def library():
 
 def call(name, *arguments):
     """
-    Return the result of a function that can fail; it tells so by NULL, which ctypes returns as
-    None, by False, or by a negative int. Raises Error.
+    Call a function of the library that can fail, and return its result. Raises Error if that is
+    None (a NULL pointer), False, or a negative int.
     """
     message = ctypes.create_string_buffer(512)
     result = getattr(library(), f"llamac_{name}")(*arguments, message)
@@ -172,7 +174,10 @@ def call(name, *arguments):
 
 
 def c_integer(name, number):
-    """Return a number as C's int. Raises Error where ctypes would cut it to its last 32 bits."""
+    """
+    Return a whole number as C's int. Raises Error for any other number, and for a whole number of
+    more than 32 bits, which ctypes would cut. name: what the number is, for the message.
+    """
     try:
         number = operator.index(number)
     except TypeError:
@@ -198,12 +203,12 @@ def owned(owner, free, pointer, *needs):
     Return the pointer, and let the library's function `free` free it when `owner` is collected. The
     objects in `needs`, whose memory the pointer uses, are kept until then.
 
-    It is not freed when Python ends, because threads may still compute then.
+    The pointer is not freed when Python ends, because other threads may still compute then.
     """
     finalizer = weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs)
     finalizer.atexit = False
-    # Python drops the finalizer, and what it refers to, when it ends. A thread that still computes
-    # holds `owner` and thereby `needs`.
+    # The finalizer keeps `needs` only until Python ends. A thread that computes after that keeps
+    # `owner`, and this attribute keeps `needs`.
     owner.needs = needs
     return pointer
 
@@ -237,7 +242,9 @@ class Model:
             else:
                 pointer = call("open", bytes(Path(source)), 0)
         except Error as e:
-            raise (e if isinstance(source, bytes) else Error(f"{source}: {e}")) from None
+            if isinstance(source, bytes):
+                raise
+            raise Error(f"{source}: {e}") from None  # an Error, even for OutOfMemory
         self.pointer = owned(self, "llamac_close", pointer, source)
         self.info, self.decoded = Info(), {}  # decoded: {token: bytes}, see decode_next
         library().llamac_describe_sized(self.pointer, byref(self.info), ctypes.sizeof(Info))
@@ -261,8 +268,11 @@ class Model:
         return b"".join(parts)
 
     def decode_next(self, token, previous):
-        """Return decode([token], previous). The bytes of each token are computed once."""
-        if previous == self.info.bos:  # some tokenizers drop a space here
+        """
+        Return decode([token], previous), where `previous` is a token. The bytes of a token are
+        remembered. They are the same after every token but BOS, where some tokenizers drop a space.
+        """
+        if previous == self.info.bos:
             return self.decode([token], previous)
         data = self.decoded.get(token)
         if data is None:
@@ -281,8 +291,8 @@ class Model:
         """
         Return the tokens of a user's turn, up to where the answer begins.
 
-        system: the system prompt, in the first turn; "": none; None: the one in the file's
-        template, if it has one.
+        system: the system prompt, in the first turn; "" leaves it out; None takes the one in the
+        file's template, if it has one.
         """
         system = None if system is None else system.encode()
         return encoded("encode_turn", self.pointer, first, system, *utf8(text))
@@ -301,8 +311,9 @@ class Callbacks:
     The functions `progress` and `abort` of an engine, None if they are not given.
 
     Exceptions do not pass through C. So the callbacks only make the library stop, and raising()
-    raises the exception when the library has returned. Ctrl-C is held back until then, because
-    Python would raise it at the beginning of a callback, where nothing can catch it.
+    raises the exception when the library has returned. Ctrl-C is held back until then: Python would
+    raise KeyboardInterrupt when a callback begins, before its `try`, and the exception would be
+    lost.
     """
 
     def __init__(self, progress, abort):
@@ -315,7 +326,9 @@ class Callbacks:
     def on_progress(self, data, share):
         """Return whether to go on."""
         try:
-            return not self.interrupts and not (self.progress and self.progress(share) is False)
+            if self.interrupts:
+                return False
+            return not self.progress or self.progress(share) is not False
         except BaseException as e:
             self.error = e
             return False
@@ -375,8 +388,8 @@ class Engine:
     true value, the call fails, and the engine can be used again.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
 
-    An exception of `progress` or `abort` stops the call and is raised by it. With either function,
-    Ctrl-C stops a call too. Neither may use the engine.
+    `progress` and `abort` may not use the engine. An exception in one of them stops the call and is
+    raised by it. If the engine has one of them, Ctrl-C stops a call too.
     """
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
@@ -401,7 +414,11 @@ class Engine:
 
     @contextlib.contextmanager
     def using(self):
-        """Let other threads wait during a block that calls the library."""
+        """
+        Hold the engine's lock during a block that calls the library, so that other threads wait.
+        First free the sequences that were collected; at the end handle Ctrl-C and exceptions of
+        callbacks. Raises Error in a callback of the engine, which would wait for itself.
+        """
         if self.user == threading.get_ident():
             raise Error("a callback of the engine uses the engine, whose call has not ended")
         with self.lock, self.callbacks.raising():
@@ -415,7 +432,7 @@ class Engine:
     def evaluate(self, parts):
         """
         Evaluate Parts of any of the engine's sequences in one call. On failure, the sequences have
-        none of the new tokens.
+        none of the new tokens, and tokens that these were to replace may be lost.
         """
         rows = []  # a list of tuples becomes an array faster than its slices are filled
         for sequence, tokens, position, logits in parts:
@@ -425,8 +442,8 @@ class Engine:
                 raise Error(f"logits is {logits!r}, expected 'last', 'all' or 'none'")
             tokens = token_array(tokens).tolist()
             begin = c_integer("the position", len(sequence) if position is None else position)
-            c_integer("the last position", begin + len(tokens))
-            pointer, every = sequence.pointer or 0, logits == "all"  # 0: freed
+            c_integer("the position after the tokens", begin + len(tokens))
+            pointer, every = sequence.pointer or 0, logits == "all"  # 0 if freed: the library fails
             rows += [(pointer, token, pos, every) for pos, token in enumerate(tokens, begin)]
             if tokens and logits == "last":
                 rows[-1] = (*rows[-1][:3], True)
@@ -437,21 +454,25 @@ class Engine:
 
     def sample_batch(self, sequences, samplers):
         """
-        Return the next token of each sequence in a list, drawn by the sampler of the same index as
-        Sequence.sample does, or the Error of that call. One call of the library samples all.
+        Return a list with the next token of each sequence, which the sampler with the same index
+        draws as in Sequence.sample. An Error is not raised, but put in the list in place of the
+        token. One call of the library samples all.
         """
         n = len(sequences)
         pointers = (c_void_p * n)(*(sequence.pointer for sequence in sequences))
         addresses = (c_void_p * n)(*map(ctypes.addressof, samplers))
         tokens = (c_int * n)()
         with self.using():
+            # Not by call(), which would raise an error of one sequence and lose the others' tokens
             ok = library().llamac_sample_batch_sized(pointers, addresses, n, tokens,
                                                      ctypes.sizeof(Sampler), None)
         found = list(tokens)
-        for i in range(0 if ok else n):
-            if found[i] < 0:
+        if ok:
+            return found
+        for i, token in enumerate(found):
+            if token < 0:
                 try:
-                    found[i] = sequences[i].sample(samplers[i])  # raises the error
+                    found[i] = sequences[i].sample(samplers[i])  # fails again, with the message
                 except Error as e:
                     found[i] = e
         return found
@@ -471,9 +492,9 @@ class Engine:
         Return the embedding of a text, a str or its tokens: (dim,) float32. Of a list of texts,
         return a list.
 
-        pooling: "mean" of the hidden states of the tokens after the final norm, or that of the
-        "last" token. The embedding is not scaled to unit length. Sequences of the engine, and the
-        logits of its latest call, stay as they are.
+        pooling: "mean", the mean of the hidden states of all tokens after the final norm, or
+        "last", the hidden state of the last token. The embedding is not scaled to unit length.
+        Sequences of the engine, and the logits of its latest call, stay as they are.
         """
         if pooling not in POOLINGS:
             raise Error(f"pooling is {pooling!r}, expected 'mean' or 'last'")
@@ -500,7 +521,7 @@ class Engine:
     def sample(self, i, sampler):
         """
         Return a next token, drawn from the logits of token i of the latest call, counted as in
-        logits(). Penalties are for the tokens of its sequence up to that one.
+        logits(). Penalties apply to the tokens of the sequence of token i, up to token i.
         """
         with self.using():
             return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
@@ -528,7 +549,9 @@ class Sequence:
         return copy
 
     def free(self):
-        """Free the memory now. Any later use of the sequence is an Error."""
+        """
+        Free the memory now. The sequence then has no tokens; other methods than free() raise Error.
+        """
         if self.pointer:
             self.finalizer.detach()
             with self.engine.using():
@@ -565,7 +588,7 @@ class Sequence:
             return np.ctypeslib.as_array((c_int * size).from_address(address)).copy()
 
     def forward(self, tokens, pos):
-        """Evaluate tokens at the positions from `pos` on, instead of those that are there."""
+        """Evaluate tokens at positions pos, pos + 1, ... after dropping the tokens from pos on."""
         tokens, pos = token_array(tokens), c_integer("the position", pos)
         with self.engine.using():
             call("forward", self.pointer, tokens.ctypes.data, tokens.size, pos)
@@ -628,9 +651,9 @@ class Grammar:
 
 class Part(NamedTuple):
     """
-    Tokens of one sequence in a batch. position: of the first token, whose place in the sequence and
-    all after it they take; None: they are appended. logits: compute those of the "last" token, of
-    "all" or of "none".
+    Tokens of one sequence in a batch. position: that of the first token; the tokens replace all
+    tokens of the sequence from there on; None: they are appended. logits: compute those of the
+    "last" token, of "all" or of "none".
     """
     sequence: Sequence
     tokens: object
