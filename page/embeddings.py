@@ -1,11 +1,13 @@
 """Embeddings of texts through OpenAI's API: /v1/embeddings."""
 import base64
+import functools
 
 import numpy as np
 
 import llamac
 from page.server import Response
-from page.talk import LABELS, ApiError, Field, checked, error, prompt_tokens, refuse_unknown
+from page.talk import (IGNORED_FIELDS, ApiError, Field, checked, error, prompt_tokens,
+                       refuse_unknown)
 
 MAX_INPUTS = 2048  # texts of a request, as OpenAI has it
 FIELDS = {
@@ -28,18 +30,19 @@ class Embeddings:
         try:
             body = request.json()
             loaded = self.talk.load(body.get("model"))
-            refuse_unknown(body, FIELDS.keys() | LABELS)
+            refuse_unknown(body, FIELDS.keys() | IGNORED_FIELDS)
             encoding = checked(body, FIELDS, "encoding_format", "float")
             texts = input_tokens(loaded.model, body)
         except ApiError as e:
             return e.response
-        except (ValueError, llamac.Error) as e:  # invalid JSON; a text that can't be encoded
+        # ValueError: invalid JSON. llamac.Error: a text that the tokenizer can't encode.
+        except (ValueError, llamac.Error) as e:
             return ApiError(str(e)).response
         except RecursionError:
             return ApiError("the request is nested too deeply").response
         try:
             found = self.embeddings(loaded, texts, request.gone)
-        except llamac.Error as e:  # too little memory, broken weights
+        except llamac.Error as e:  # too little memory, or hidden states that are not finite
             return Response(error(str(e), "server_error"), 500)
         data = [{"object": "embedding", "index": i, "embedding": encoded(embedding, encoding)}
                 for i, embedding in enumerate(found)]
@@ -54,17 +57,22 @@ class Embeddings:
 
         texts: the tokens of each; gone(): returns whether the client has closed the connection.
         """
-        engine, found = loaded.sequences().engine, []
+        engine = loaded.sequences().engine  # the first call of sequences() starts the engine
+        found = []
         for tokens in texts:
             if gone():
                 break
-            embedding = self.talk.scheduler.call(lambda tokens=tokens: engine.embed(tokens))
-            found.append(unit_length(embedding))
+            # Each call waits for its result. Between two of them, other requests take their turn.
+            embed = functools.partial(engine.embed, tokens)
+            found.append(unit_length(self.talk.scheduler.call(embed)))
         return found
 
 
 def input_tokens(model, body):
-    """Return the tokens of each text of a request. Raises ApiError."""
+    """
+    Return the tokens of each text of a request. Raises ApiError; llamac.Error if the tokenizer
+    can't encode a text.
+    """
     given = body.get("input")
     if given == "" or isinstance(given, list) and "" in given:
         raise ApiError("input: a text is empty, expected one or more characters", "input")

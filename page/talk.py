@@ -123,7 +123,7 @@ FIELDS = {  # of completions and chats; None: checked where the field is used
 COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
-LABELS = {"user", "metadata"}  # fields that are accepted and ignored
+IGNORED_FIELDS = {"user", "metadata"}
 # Fields that are accepted with these values alone, which mean the same as no field.
 FIXED = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "functions": [],
          "store": False, "modalities": ["text"]}
@@ -292,7 +292,7 @@ def parse(body, chat, loaded):
         if body.get(name) not in (None, fixed):
             raise ApiError(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}: nothing else "
                            "is supported here", name)
-    refuse_unknown(body, fields.keys() | LABELS | FIXED.keys())
+    refuse_unknown(body, fields.keys() | IGNORED_FIELDS | FIXED.keys())
     if chat and loaded.chat_error:
         raise ApiError(f"{loaded.chat_error}: this model can't chat; /v1/completions continues a "
                        "text", "model")
