@@ -5,8 +5,9 @@ A program that writes a story of engine/text/stories.py knows all that it drew f
 who, what, where, when and how many, and knows the answers. A model that answers questions about
 stories that nobody wrote before has learned to read: it cannot have memorized the answers.
 
-Two things never occur in training, so that a test shows what carries over: the kinds of questions
-in NEW_KINDS, and questions that a word of NEW_WORDS answers, though stories contain that word.
+Training leaves out two sets of questions, so that a test shows what carries over: those of the
+kinds in NEW_KINDS, and those that ask for a word of NEW_WORDS. The stories that training reads do
+contain these words.
 """
 import random
 import string
@@ -30,8 +31,9 @@ def fields_of(*texts):
 class Question:
     """
     rule: the rule of the grammar whose sentence holds the answer; wordings: texts of the question
-    that mean the same. Names in braces are rules that this sentence draws, rules that the grammar
-    draws once in a story, or keys of the_child. A question can be asked if the story drew them all.
+    that mean the same. A name in braces stands for a word. It is a rule that this sentence draws, a
+    rule that the grammar draws once in a story, or a key of the_child. A question is asked only if
+    there is a word for each name in the answer and in all wordings.
     """
     kind: str
     rule: str
@@ -40,7 +42,7 @@ class Question:
 
     @property
     def asked(self):
-        """The names of what only the answer says."""
+        """The names in the answer that are in no wording: those of the words asked for."""
         return fields_of(self.answer) - fields_of(*self.wordings)
 
 
@@ -87,8 +89,10 @@ def the_child(facts):
 def ask(facts, rng, sentences=None):
     """
     Return [(kind, set, question, answer)] of all that can be asked about a story, in random order.
-    facts: as from stories.write_with_facts; sentences: the rules of those that the reader sees,
-    None for all. set: "known", "new words" or "new kinds"; training has the known ones alone.
+    facts: as from stories.write_with_facts. Its keys are a rule that the grammar draws once in a
+    story, or a pair: the rule of a sentence and a rule that this sentence draws. sentences: the
+    rules of the sentences that the reader sees; None or empty: all. set: "known", "new words" or
+    "new kinds"; training has the known ones alone.
     """
     found, once = [], {rule: text for rule, text in facts.items() if isinstance(rule, str)}
     for question in QUESTIONS:
@@ -120,8 +124,9 @@ def conversation(text, questions):
 
 def training(count):
     """
-    Yield `count` conversations to train on. Every other one is about a few sentences from the
-    beginning of a story, where an answer is found sooner than in a whole one.
+    Yield `count` conversations to train on. Those about a story with an even number are about the
+    whole story, the others about a few sentences from its beginning, where an answer is found
+    sooner. A story without a known question is skipped.
     """
     number = 0
     while count:
@@ -140,8 +145,9 @@ def training(count):
 
 def testing(count):
     """
-    Yield `count` conversations to test with: one question each about a story that training has
-    not, with its "kind" and its "set". The kinds take turns.
+    Yield `count` conversations to test with: each has one question about a whole story, its "kind"
+    and its "set". The kinds take turns. The stories have another seed than those of training. A
+    story without a question of the kind is skipped.
     """
     number = 0
     for i in range(count):
