@@ -105,7 +105,7 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
         // The last token is not evaluated, so r->steps positions are enough, even with BOS. The
         // file of --prompt-cache may have a longer prompt, up to the whole context
         int positions = r->steps < context && !r->prompt_cache ? r->steps : context;
-        if (!r->engine) start(r, positions);
+        if (!r->engine) start_engine(r, positions);
         if (first) open_copy(r, s, first);
         else open_stream(r, s), feed(r, s, tokens, n);
         if (r->prompt_cache) load_prompt(r, s);
@@ -242,7 +242,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     append(&prompt, "", 1); // the zero at the end of a C string
     if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
     if (!system && *prompt.s) system = prompt.s;
-    start(r, r->options.positions);
+    start_engine(r, r->options.positions);
     open_stream(r, s);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
         int n, *tokens = encode_turn(r, first, system, first && has_words ? words : line, &n);
@@ -302,7 +302,7 @@ static void perplexity(Run *r, Text text) {
     int inputs = n - 1, context = r->options.positions;
     int window = inputs < context ? inputs : context;
     if (inputs < 1) die("perplexity", "the text has no tokens");
-    start(r, window);
+    start_engine(r, window);
     llamac_sequence *sequence = new_sequence(r);
     double nll = 0;
     for (int at = 0, T; at < inputs; at += T) {
@@ -324,7 +324,7 @@ static void dump_logits(Run *r, Text prompt) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     if (n > r->options.positions)
         die("prompt", "%d tokens, but the context is %d", n, r->options.positions);
-    start(r, n);
+    start_engine(r, n);
     llamac_sequence *sequence = new_sequence(r);
     for (int at = 0, T; at < n; at += T) {
         T = evaluate_some(r, sequence, tokens + at, n - at, at);
@@ -435,7 +435,7 @@ static void bench(Run *r, double began, int n_texts, bool json) {
     int decoded = r->steps < context ? r->steps : context;
     double bytes = llamac_bytes_per_token(r->model);
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * r->info.vocab_size / n);
-    start(r, n > decoded ? n : decoded);
+    start_engine(r, n > decoded ? n : decoded);
     llamac_sequence *sequences[MAX_AT_ONCE];
     BenchTexts b = {.engine = r->engine, .sequences = sequences, .n = n_texts};
     b.batch = resize(NULL, (size_t)n_texts * n, sizeof *b.batch);

@@ -13,7 +13,7 @@
 // Requests
 
 typedef struct {
-    bool is_user; // else an answer
+    bool is_user; // otherwise, the message is an earlier answer of the model
     Text words;
 } Message;
 
@@ -39,14 +39,14 @@ static void free_request(Request *q) {
     for (int i = 0; i < MAX_STOPS; i++) free(q->stops[i].s);
 }
 
-// Keeps the JSON of an id: a string or a number.
+// Reads an id, a string or a number, and keeps its JSON.
 static bool read_id(Json *j, Request *q) {
     double number;
     Text text = {0};
     bool is_string = peek(j) == '"';
     size_t begin = j->at; // after white space
     bool ok = is_string ? read_string(j, &text) : read_number(j, &number);
-    if (ok) q->id.n = 0;
+    if (ok) q->id.n = 0; // replaces "null"
     if (ok && is_string) append_json(&q->id, text.s, text.n);
     else if (ok) append(&q->id, j->s + begin, j->at - begin);
     free(text.s);
@@ -86,9 +86,10 @@ static bool read_message(Json *j, Request *q) {
         has_content |= is_content;
     } while (ok && skip(j, ','));
     ok = ok && expect(j, '}');
-    append(&role, "", 1); // without a role: an empty string
+    append(&role, "", 1); // a zero at the end, also if `role` was not given or not read
     bool is_system = !strcmp(role.s, "system"), is_user = !strcmp(role.s, "user");
     bool user_is_next = q->n_messages % 2 == 0;
+    int index = q->n_messages + (q->system.s ? 1 : 0); // of this message in the array
     if (ok && !is_system && !is_user && strcmp(role.s, "assistant") != 0)
         ok = refuse(j, "the role of a message is '%.40s', expected system, user or assistant",
                     role.s);
@@ -96,8 +97,8 @@ static bool read_message(Json *j, Request *q) {
     if (ok && is_system && (q->n_messages || q->system.s))
         ok = refuse(j, "a system message that is not the first");
     if (ok && !is_system && is_user != user_is_next)
-        ok = refuse(j, "message %d is from the %s, expected the %s", q->n_messages + !!q->system.s,
-                    role.s, user_is_next ? "user" : "assistant");
+        ok = refuse(j, "messages[%d] is from the %s, expected the %s", index, role.s,
+                    user_is_next ? "user" : "assistant");
     if (ok && is_system) {
         append(&content, "", 1);
         q->system = content, content = (Text){0};
@@ -144,11 +145,11 @@ static bool read_format(Json *j, Request *q) {
     return ok;
 }
 
-// A field of a request: one of `read` and `number` stores its value.
+// A field of a request.
 typedef struct {
     const char *name;
-    bool (*read)(Json *, Request *);
-    double *number, min, max;
+    bool (*read)(Json *, Request *); // reads the value and stores it; NULL: the value is a number
+    double *number, min, max;        // where the number is stored, and its limits
     bool whole;
 } Field;
 
@@ -176,7 +177,7 @@ static void set_fields(Field fields[N_FIELDS], Request *q) {
 }
 
 static bool read_field(Json *j, Request *q, const Field *field) {
-    if (skip_word(j, "null")) return true; // as if it were not given
+    if (skip_word(j, "null")) return true; // *q keeps its value, as without the field
     if (field->read) return field->read(j, q);
     double value;
     if (!read_number(j, &value)) return false;
@@ -191,26 +192,26 @@ static bool read_field(Json *j, Request *q, const Field *field) {
 // Reads the fields of a request. Fields that are not given keep what *q has.
 static bool read_request(Json *j, Request *q) {
     Field fields[N_FIELDS];
-    bool given[N_FIELDS] = {false}, ok = expect(j, '{');
+    bool given[N_FIELDS] = {false}; // a field with the value null counts as given
+    bool ok = expect(j, '{');
     Text name = {0};
     set_fields(fields, q);
     if (ok && skip(j, '}')) ok = refuse(j, "an empty object");
-    else {
-        do {
-            ok = ok && read_c_string(j, &name) && expect(j, ':');
-            int i = 0;
-            while (ok && i < N_FIELDS && strcmp(name.s, fields[i].name) != 0) i++;
-            if (ok && i == N_FIELDS) ok = refuse(j, "unknown field '%.40s'", name.s);
-            if (ok && given[i]) ok = refuse(j, "the field '%s' is there twice", name.s);
-            if (ok) given[i] = true;
-            ok = ok && read_field(j, q, &fields[i]);
-        } while (ok && skip(j, ','));
-        ok = ok && expect(j, '}');
+    for (bool more = ok; more; more = ok && skip(j, ',')) {
+        int i = 0;
+        ok = read_c_string(j, &name) && expect(j, ':');
+        while (ok && i < N_FIELDS && strcmp(name.s, fields[i].name) != 0) i++;
+        if (ok && i == N_FIELDS) ok = refuse(j, "unknown field '%.40s'", name.s);
+        if (ok && given[i]) ok = refuse(j, "the field '%s' is there twice", name.s);
+        if (ok) given[i] = true;
+        ok = ok && read_field(j, q, &fields[i]);
     }
+    ok = ok && expect(j, '}');
     free(name.s);
     peek(j); // skips white space
     if (ok && j->at < j->n) ok = refuse(j, "text after the object at byte %zu", j->at);
-    if (ok && q->has_prompt == (q->n_messages > 0))
+    bool has_messages = q->n_messages > 0;
+    if (ok && q->has_prompt == has_messages) // both or neither
         ok = refuse(j, "expected either prompt or messages");
     return ok;
 }
@@ -218,6 +219,7 @@ static bool read_request(Json *j, Request *q) {
 // ----------------------------------------------------------------------------
 // Answers
 
+// The answer to a request, while the model generates it.
 typedef struct {
     Stream stream;
     Text id; // JSON
@@ -263,8 +265,9 @@ static void encode_messages(const Run *r, const Request *q, Tokens *all, llamac_
     for (int i = 0; ok && i < q->n_messages; i++) {
         Text words = q->messages[i].words;
         int n, *tokens;
+        bool first = i == 0; // only the first turn contains the system prompt
         if (q->messages[i].is_user)
-            tokens = llamac_encode_turn(r->model, i == 0, q->system.s, words.s, words.n, &n, error);
+            tokens = llamac_encode_turn(r->model, first, q->system.s, words.s, words.n, &n, error);
         else tokens = llamac_encode_answer(r->model, words.s, words.n, &n, error);
         ok = append_tokens(all, tokens, n);
     }
@@ -291,6 +294,8 @@ static bool encode_request(const Run *r, const Request *q, const char *chat_erro
 static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat_error) {
     const llamac_sampler *defaults = &r->sampler; // of the command line
     Json json = {.s = line, .n = n};
+    // The values of fields that are not given. seed 0 means the state of the command line's
+    // sampler, penalty_tokens 0 the library's default: the command line has no option for it
     Request q = {.json_object = r->json_object,
                  .max_tokens = r->steps,
                  .temperature = defaults->temperature,
@@ -308,7 +313,7 @@ static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat
     bool ok = read_request(&json, &q);
     if (ok) ok = encode_request(r, &q, chat_error, &tokens, &error);
     if (ok && q.json_object) ok = use_grammar(r, &stream, (int)q.max_tokens, &error);
-    if (!ok) close_stream(r, &stream); // it has a grammar at most
+    if (!ok) close_stream(r, &stream); // not yet open, but it may have got a grammar
     if (!ok) print_answer(&q.id, NULL, *json.error ? json.error : error.text);
     else {
         const char *stops[MAX_STOPS];
@@ -348,7 +353,8 @@ static void end_answer(Run *r, Answer *answer) {
 // ----------------------------------------------------------------------------
 // Lines of stdin
 
-// stdio could not tell whether a line is there already, so the bytes are read without it.
+// Bytes that were read from stdin by poll and read, because stdio cannot tell whether a whole line
+// has arrived.
 typedef struct {
     Text bytes;
     size_t begin;   // of the next line
@@ -356,8 +362,8 @@ typedef struct {
     bool ended;
 } Input;
 
-// Finds the next line, which is valid until the next call. Returns false at the end of the input, and
-// also, unless `wait`, if no whole line has arrived yet.
+// Finds the next line, which is valid until the next call. Returns false at the end of the input.
+// If a whole line has not arrived yet, waits for it or, unless `wait`, returns false.
 static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
     char buffer[1 << 16];
     for (;;) {
@@ -398,7 +404,7 @@ static void answer_requests(Run *r, int max_active, const char *chat_error) {
     int n_active = 0;
     const char *line;
     size_t n;
-    start(r, r->options.positions);
+    start_engine(r, r->options.positions);
     while (n_active || !in.ended || in.begin < in.bytes.n) {
         while (n_active < max_active && next_line(&in, !n_active, &line, &n)) {
             Answer *answer = is_blank(line, n) ? NULL : begin_answer(r, line, n, chat_error);

@@ -58,7 +58,7 @@ typedef struct {
 
 // Starts the engine for sequences of up to `positions` tokens, r->options.positions at most. Dies if
 // it cannot be started.
-static void start(Run *r, int positions) {
+static void start_engine(Run *r, int positions) {
     llamac_options o = r->options;
     llamac_error error;
     o.positions = positions;
