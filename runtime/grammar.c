@@ -12,7 +12,7 @@ enum {
     MAX_SPACES = LLAMAC_JSON_SPACES,
     IN_ARRAY = 0, // the two types of containers, one bit each in a stack
     IN_OBJECT = 1,
-    NEVER = UINT16_MAX, // in place of a number of tokens: no tokens complete the text
+    NEVER = UINT16_MAX, // a cost (see Costs below): no number of tokens completes the text
 };
 _Static_assert(MAX_DEPTH <= 64, "a stack of containers is 64 bits");
 
@@ -28,8 +28,8 @@ enum {
     HEX_2,
     HEX_3,
     HEX_4,
-    // The first digit was D. After 8 to B the code is a high surrogate, \uD800 to \uDBFF, which must
-    // be followed by a low one, \uDC00 to \uDFFF
+    // The first digit was D. After 8 to B the code is a high surrogate, \uD800 to \uDBFF, which
+    // must be followed by a low one, \uDC00 to \uDFFF
     AFTER_HEX_D,
     HIGH_3, // HIGH_n: before digit n of the high surrogate
     HIGH_4,
@@ -170,7 +170,8 @@ static int transition(int state, int byte) {
     }
     if (state >= IN_LITERAL) {
         if (byte != literal_rests[state - IN_LITERAL]) return REFUSED;
-        // The last byte of a literal: the next state belongs to another one, or to strings
+        // The states of a literal are consecutive. If state + 1 is the first state of something
+        // else, this byte is the last of the literal
         bool last = state + 1 == IN_FALSE || state + 1 == IN_NULL || state + 1 == IN_STRING;
         return last ? AFTER_VALUE : state + 1;
     }
@@ -215,8 +216,9 @@ static bool ends_value(int state) {
 // What a token does from a state. Bit 0 of a stack is the innermost container.
 typedef struct {
     uint64_t opened; // containers that the token opens and leaves open
-    // Containers that must be open before the token: those that it closes, and one that is innermost
-    // at a comma, because that decides what may follow the comma
+    // Types of the innermost containers before the token, as far as it depends on them: those that
+    // it closes, and the next one if a comma of the token is in that one, because the type of a
+    // container decides what may follow its commas
     uint64_t expected;
     uint8_t n_closed; // number of containers that were open before and that it closes
     uint8_t n_opened, n_expected;
@@ -244,8 +246,8 @@ static bool innermost_is_unknown(const Effect *e) {
     return e->n_opened == 0 && e->n_expected == e->n_closed;
 }
 
-// Assumes the type of the innermost container, which is unknown. Returns false if no stack has so
-// many containers.
+// Assumes the type of the innermost container, which is unknown. Returns false if the token would
+// then expect more than MAX_DEPTH containers.
 static bool expect(Effect *e, int type) {
     if (e->n_expected == MAX_DEPTH) return false;
     e->expected |= (uint64_t)type << e->n_expected++;
@@ -288,7 +290,7 @@ static bool read_byte(Partial *p, int next, bool space) {
     case CLOSES_ARRAY: p->state = AFTER_VALUE; return close_container(&p->effect, IN_ARRAY);
     case CLOSES_OBJECT: p->state = AFTER_VALUE; return close_container(&p->effect, IN_OBJECT);
     case COMMA:
-        // find_effects has assumed a type before it reads such a comma
+        // find_effects has assumed a type, so this never returns
         if (innermost_is_unknown(&p->effect)) return false;
         p->state = innermost(&p->effect) == IN_OBJECT ? KEY_NEXT : VALUE_NEXT;
     }
@@ -298,8 +300,9 @@ static bool read_byte(Partial *p, int next, bool space) {
 struct llamac_grammar {
     const llamac_model *model;
     int vocab_size, first_state; // first_state: the state in which a text begins
-    bool is_copy; // of llamac_grammar_copy: what the pointers below point to belongs to another
-                  // grammar, except `allowed`
+    // Made by llamac_grammar_copy: the arrays that the pointers below point to belong to another
+    // grammar, except `allowed`
+    bool is_copy;
     // the text so far; the outermost container is bit depth - 1 of the stack
     int state, spaces, depth;
     uint64_t stack;
@@ -310,14 +313,14 @@ struct llamac_grammar {
     int first_effect[N_STATES + 1];
     int *tokens;      // by effect; ascending within one
     int *first_token; // (n_effects + 1,)
-    // The effect that most tokens of a state have, and a mask of these tokens, to be copied. The mask
-    // is NULL if they are so few that a mask would not be faster
+    // The effect that most tokens of a state have, and a mask of these tokens, to be copied. The
+    // mask is NULL if they are so few that a mask would not be faster
     int common_effect[N_STATES];
     uint8_t *common[N_STATES];
 
     struct Closing *closings;
     int n_closings;
-    uint16_t value_costs[N_STATES]; // tokens that end the value, see affordable
+    uint16_t value_costs[N_STATES]; // see compute_value_costs
     // A cache: min tokens that complete a text, by depth and state, for the stack `costs_stack` of
     // depth `costs_depth`. Row d depends on the d outermost containers alone, so it stays valid as
     // long as they stay open
@@ -329,9 +332,10 @@ struct llamac_grammar {
 // Finds the effects of a token of n bytes from a state. Returns their number, 0 to 2.
 //
 // A key follows a comma in an object, a value follows it in an array. If the token has not opened
-// that container, the container's type is unknown, and the token is read in both ways. Both ways
-// allow a string next. The byte after the string ends one of them: only a key is followed by a
-// colon. So only one way is left when another comma comes whose container is unknown.
+// the container of its comma, the type of the container is unknown, and the token is read in two
+// ways: as in an array and as in an object. Only a string is possible in both. After it, a colon
+// is possible only in an object; a comma and the end of the container only in an array. So one way
+// has ended before the next such comma, and there are never more than two.
 static int find_effects(const llamac_grammar *g, int state, const uint8_t *s, size_t n,
                         Effect out[2]) {
     Partial parts[2] = {{.state = state, .only_spaces = state < IN_STRING}};
@@ -371,16 +375,20 @@ static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected
 // ----------------------------------------------------------------------------
 // Costs
 //
-// The cost of a state with a stack is the min number of tokens that complete the text. Only such
-// tokens count as
-// - close all containers that they open. They keep or lower the depth, so the costs of a stack follow
-//   from those of the stacks that it has without its innermost containers.
-// - do not begin with whitespace, so that the cost does not depend on the whitespace before.
-// They can close every container, because llamac_grammar_json requires the brackets as tokens of one
-// byte. The cost is the length of a shortest path, so from every state that has one, some token
-// leads to a state of a cost lower by 1: a text whose cost is within its max tokens can stay within.
+// The cost of a state with a stack is the min number of tokens that complete the text, if only
+// these tokens are used:
+// - tokens that close all containers that they open. After them, the stack is the same, or the same
+//   without its innermost containers, so costs are computed from the outermost container inwards.
+// - tokens that do not begin with whitespace, so that the cost does not depend on the whitespace
+//   before.
+// Such tokens exist for closing every container, because llamac_grammar_json requires the brackets
+// as tokens of one byte.
+//
+// The cost is the length of a shortest path: unless it is 0 or NEVER, there is a token after which
+// the cost is lower by 1. So a text whose cost is at most the number of tokens that are left can
+// always be completed.
 
-// An effect that counts for costs, as far as they depend on it. `start`: the state before the token.
+// The effect of such a token, without what costs do not depend on. `start`: the state before it.
 typedef struct Closing {
     uint64_t expected;
     uint8_t n_expected, n_closed, peak, start, end;
@@ -441,8 +449,8 @@ static uint64_t stack_after(const llamac_grammar *g, const Effect *e) {
 }
 
 // Returns whether the text can be completed with `left` tokens, the first of which has this effect.
-// Most calls need no costs_of, because an upper bound of the cost is low enough: the number of tokens
-// that end the value, whatever the stack is, plus one closing bracket for each container.
+// Most calls need no costs_of, because an upper bound of the cost is low enough: the number of
+// tokens that end the value, whatever the stack is, plus one closing bracket for each container.
 static bool affordable(llamac_grammar *g, const Effect *e, int left) {
     int depth = depth_after(g, e), value_cost = g->value_costs[e->end];
     if (value_cost != NEVER && value_cost + depth < left) return true;
@@ -464,7 +472,8 @@ const uint8_t *llamac_grammar_allowed(llamac_grammar *g, int left) {
             g->allowed[g->tokens[k]] = 1;
     }
     const Tokenizer *t = &g->model->tokenizer;
-    // All tokens that may be ends in some template; llamac_ends knows the present one
+    // Tokens that end a text or, in some chat templates, an answer: llamac_ends returns whether
+    // they do so in the template in use
     const int ends[] = {t->bos, t->eos, t->eot, g->model->stop};
     for (int i = 0; i < 4; i++)
         if (ends[i] >= 0 && ends[i] < g->vocab_size)
@@ -536,14 +545,14 @@ static int compare_effects(const void *a, const void *b) {
 
 static void append_int(Text *array, int value) { append(array, (char *)&value, sizeof value); }
 
-// Reads the texts of all tokens that a text may contain; the others become "".
+// Decodes all tokens to b->texts. Tokens that cannot be a part of a JSON text get no bytes.
 static bool read_texts(Builder *b, const llamac_model *m, Error *e) {
     const Tokenizer *t = &m->tokenizer;
     CHECK((b->begin = resize(NULL, t->vocab_size + 1, sizeof *b->begin)), no_memory);
     for (int i = 0; i < t->vocab_size; i++) {
         int type = t->pieces[i].type;
         bool used = type != UNKNOWN && type != UNUSED && !llamac_ends(m, i);
-        size_t n = used ? llamac_decode(m, -1, i, NULL, 0) : 0;
+        size_t n = used ? llamac_decode(m, -1, i, NULL, 0) : 0; // -1: no token before it
         char room[64], *s = n > sizeof room ? resize(NULL, n, 1) : room;
         CHECK(s, no_memory);
         llamac_decode(m, -1, i, s, n);
@@ -610,6 +619,7 @@ static void add_state(llamac_grammar *g, Builder *b, int state) {
         if (i == 0 || memcmp(e, &found[i - 1].effect, sizeof *e)) {
             append(&b->effects, (char *)e, sizeof *e);
             append_int(&b->first_token, (int)(b->tokens.n / sizeof(int)));
+            // A token that changes neither stack nor state is left out: it lowers no cost
             bool stays = e->n_closed == 0 && e->end == state;
             if (e->n_opened == 0 && e->first_spaces == 0 && !stays) {
                 Closing c = {e->expected, e->n_expected, e->n_closed, e->peak, state, e->end};
@@ -660,12 +670,13 @@ static bool build(llamac_grammar *g, Builder *b, Error *e) {
     return true;
 }
 
-// Fills in value_costs: the min number of tokens that lead to AFTER_VALUE, of those that neither
-// depend on the stack nor nest deeper.
+// Fills in value_costs: the min number of tokens from each state to the end of the value. Uses only
+// tokens that depend neither on the stack (n_expected is 0) nor on the depth (peak is 0), so the
+// numbers hold for every stack.
 static void compute_value_costs(llamac_grammar *g) {
     for (int state = 0; state < N_STATES; state++) g->value_costs[state] = NEVER;
     g->value_costs[AFTER_VALUE] = 0;
-    g->value_costs[OBJECT_NEXT] = 2;
+    g->value_costs[OBJECT_NEXT] = 2; // { and }, as in compute_costs: the depth is 0 here
     for (bool lowered = true; lowered;) {
         lowered = false;
         for (int i = 0; i < g->n_closings; i++) {
