@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-PER_STORY = 6  # max questions in a conversation to train on
 # The rules of a story's first sentences, in order, one sentence each.
 BEGINNING = "opening", "likes", "companion", "pal", "outing", "scene"
 
@@ -122,24 +121,24 @@ def conversation(text, questions):
     return {"messages": messages}
 
 
-def training(count):
+def training(count, short=False):
     """
-    Yield `count` conversations to train on. Those about a story with an even number are about the
-    whole story, the others about a few sentences from its beginning, where an answer is found
-    sooner. A story without a known question is skipped.
+    Yield `count` conversations to train on, each with all known questions about a text, of which
+    there is at least one. Half of the texts, or all of them if `short`, are a few sentences from
+    the beginning of a story, where an answer is found sooner. The others are whole stories.
     """
     number = 0
     while count:
         story, _, facts = stories.write_with_facts(TRAIN_SEED, number)
         rng, sentences = random.Random(number), None
-        if number % 2:
+        if short or number % 2:
             first, last = sorted(rng.sample(range(len(BEGINNING) + 1), 2))
             sentences = BEGINNING[first:last]
             story = " ".join(facts["story", rule] for rule in sentences)
         known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
         number += 1
         if known:
-            yield conversation(story, known[:PER_STORY])
+            yield conversation(story, known)
             count -= 1
 
 

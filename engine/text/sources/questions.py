@@ -1,4 +1,6 @@
 """Conversations about the built-in stories: questions of a user, and their answers."""
+import re
+
 from configurator import fail
 from engine.text import questions
 
@@ -6,8 +8,12 @@ CONVERSATIONS = 30_000
 
 
 def documents(argument):
-    """Yield conversations of engine/text/questions.py. argument: how many, "": CONVERSATIONS."""
-    if argument and not argument.isdecimal():
-        fail(f"questions:{argument}: expected questions, or questions:N with the number N of "
-             "conversations")
-    yield from questions.training(int(argument or CONVERSATIONS))
+    """
+    Yield conversations of engine/text/questions.py. argument: "", "N", "short" or "short:N". N:
+    how many, CONVERSATIONS if not given; short: about a few sentences only.
+    """
+    match = re.fullmatch("(short)?(?:(?:^|:)([0-9]+))?", argument)
+    if not match:
+        fail(f"questions:{argument}: expected questions, questions:N, questions:short or "
+             "questions:short:N, with the number N of conversations")
+    yield from questions.training(int(match[2] or CONVERSATIONS), short=bool(match[1]))
