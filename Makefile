@@ -16,8 +16,9 @@ HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state batch
 RUNS    := 3000000
+QUESTION := "One windy Friday, Sue and Pip went to the lake. Where did they go that windy Friday?"
 
-.PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
+.PHONY: help lib demo chat test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | sed 's/:/ /' | awk '{name = $$1; $$1 = ""; printf "make %-13s%s\n", name, $$0}'
@@ -31,6 +32,17 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/wandb leet                               the curves of your runs in this terminal"
 	@echo "  .venv/bin/python train.py --data=my.txt            your own text"
 	@echo "  .venv/bin/python train.py --help                   every knob"
+
+chat: .venv/demo run out/demo/model.gguf ## teach the demo's model to answer questions about stories (3 minutes), and ask it one
+	$(VENV) train.py config/chat_short.py --wandb_log=True
+	$(VENV) train.py config/chat.py --wandb_log=True
+	$(VENV) evaluate.py out/chat --conversations=questions --wandb_log=True
+	./run out/chat/model.gguf -m chat -t 0 -i $(QUESTION)
+	@echo
+	@echo "Ask it more: ./run out/chat/model.gguf -m chat -t 0"
+
+out/demo/model.gguf:
+	$(MAKE) demo
 
 # Three workers: two leave a seventh of two cores idle, waiting for the processes that they have started.
 test: .venv/test run ## run the tests, except those marked slow (ten minutes on two cores)

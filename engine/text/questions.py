@@ -124,16 +124,16 @@ def conversation(text, questions):
 def training(count, short=False):
     """
     Yield `count` conversations to train on, each with all known questions about a text, of which
-    there is at least one. Half of the texts, or all of them if `short`, are a few sentences from
-    the beginning of a story, where an answer is found sooner. The others are whole stories.
+    there is at least one. Half of the texts, or all of them if `short`, are one to three sentences
+    from the beginning of a story, where an answer is found sooner. The others are whole stories.
     """
     number = 0
     while count:
         story, _, facts = stories.write_with_facts(TRAIN_SEED, number)
         rng, sentences = random.Random(number), None
         if short or number % 2:
-            first, last = sorted(rng.sample(range(len(BEGINNING) + 1), 2))
-            sentences = BEGINNING[first:last]
+            first = rng.randrange(len(BEGINNING))
+            sentences = BEGINNING[first:first + rng.randint(1, 3)]
             story = " ".join(facts["story", rule] for rule in sentences)
         known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
         number += 1

@@ -1,0 +1,16 @@
+# First half of `make chat`: the demo's model learns to answer questions about one to three sentences.
+#   text:       questions about the built-in stories, made in a few seconds
+#   parameters: those of out/demo, and two rows for the markers of a conversation
+#   tokens:     6 sequences x 192 = 1152 a step, 1500 steps = 1.7 million, one epoch
+out_dir = "out/chat_short"
+init_from = "out/demo"
+data = "questions:short:20000"
+max_seq_len = 192            # the longest of these conversations fits
+batch_size = 6
+max_iters = 1500
+learning_rate = 6e-3
+embedding_noise = 0.1        # words that stories never repeat have nearly the same embedding: no
+                             # attention can find them before something tells them apart
+eval_interval = 1500
+checks = "-leak"             # short texts are alike: some of validation are in training too
+sample_prompt = "Sue had a tiny goat named Pip. What was the goat called?"
