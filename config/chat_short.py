@@ -1,4 +1,4 @@
-# First half of `make chat`: the demo's model learns to answer questions about one to three sentences.
+# First half of `make chat`: the demo's model learns to answer questions about a few sentences.
 #   text:       questions about the built-in stories, made in a few seconds
 #   parameters: those of out/demo, and two rows for the markers of a conversation
 #   tokens:     6 sequences x 192 = 1152 a step, 1500 steps = 1.7 million, one epoch
