@@ -1,12 +1,12 @@
 # Second half of `make chat`: questions about whole stories too, after config/chat_short.py.
 #   text:       questions about the built-in stories, half of them about one to three sentences
-#   tokens:     4 sequences x 480 = 1920 a step, 1500 steps = 2.9 million, half an epoch
+#   tokens:     4 sequences x 480 = 1920 a step, 2000 steps = 3.8 million, two thirds of an epoch
 out_dir = "out/chat"
 init_from = "out/chat_short"
 data = "questions:25000"
 max_seq_len = 480            # the longest of these conversations fits
 batch_size = 4
-max_iters = 1500
+max_iters = 2000
 learning_rate = 6e-3
 decay_fraction = 0.9         # at a constant rate, answers about whole stories stay uncertain
 eval_interval = 500

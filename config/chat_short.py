@@ -1,15 +1,15 @@
 # First half of `make chat`: the demo's model learns to answer questions about a few sentences.
 #   text:       questions about the built-in stories, made in a few seconds
 #   parameters: those of out/demo, and two rows for the markers of a conversation
-#   tokens:     6 sequences x 192 = 1152 a step, 1500 steps = 1.7 million, one epoch
+#   tokens:     6 sequences x 224 = 1344 a step, 1500 steps = 2.0 million, 1.2 epochs
 out_dir = "out/chat_short"
 init_from = "out/demo"
 data = "questions:short:20000"
-max_seq_len = 192            # the longest of these conversations fits
+max_seq_len = 224            # the longest of these conversations fits
 batch_size = 6
 max_iters = 1500
 learning_rate = 6e-3
-embedding_noise = 0.1        # words that stories never repeat have nearly the same embedding: no
+embedding_noise = 0.2        # words that stories never repeat have nearly the same embedding: no
                              # attention can find them before something tells them apart
 eval_interval = 1500
 checks = "-leak"             # short texts are alike: some of validation are in training too

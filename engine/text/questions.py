@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-# The rules of a story's first sentences, in order, one sentence each.
-BEGINNING = "opening", "likes", "companion", "pal", "outing", "scene"
+# The rules of sentences that questions are asked about without the rest of the story.
+SENTENCES = "opening", "likes", "companion", "pal", "outing", "scene", "looks"
 
 
 def fields_of(*texts):
@@ -121,20 +121,27 @@ def conversation(text, questions):
     return {"messages": messages}
 
 
+def some_sentences(facts, rng):
+    """Return {rule: text} of one to three sentences of a story, in its order."""
+    drawn = {key[1]: text for key, text in facts.items()
+             if key[0] in ("story", "plot") and key[1] in SENTENCES}
+    chosen = sorted(rng.sample(range(len(drawn)), rng.randint(1, 3)))
+    return {rule: drawn[rule] for rule in (list(drawn)[i] for i in chosen)}
+
+
 def training(count, short=False):
     """
     Yield `count` conversations to train on, each with all known questions about a text, of which
     there is at least one. Half of the texts, or all of them if `short`, are one to three sentences
-    from the beginning of a story, where an answer is found sooner. The others are whole stories.
+    of a story, where an answer is found sooner. The others are whole stories.
     """
     number = 0
     while count:
         story, _, facts = stories.write_with_facts(TRAIN_SEED, number)
         rng, sentences = random.Random(number), None
         if short or number % 2:
-            first = rng.randrange(len(BEGINNING))
-            sentences = BEGINNING[first:first + rng.randint(1, 3)]
-            story = " ".join(facts["story", rule] for rule in sentences)
+            sentences = some_sentences(facts, rng)
+            story = " ".join(sentences.values())
         known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
         number += 1
         if known:
