@@ -450,6 +450,17 @@ def test_batches_are_the_conversations_and_their_answers(tmp_path):
             assert targets == found.meta["train_answer_tokens"]
 
 
+def test_an_evaluation_reads_as_many_targets_as_it_is_asked_for(tmp_path):
+    """The last conversation may bring more; prompts and padding don't count."""
+    chat, dialogues = Chat(CHATML, Bytes()), some_conversations(40)
+    found = data.load(chat_folder(tmp_path / "p", dialogues, chat))
+    dataset = data.Dataset.of(found, 700, 3, 3, seed=1)
+    largest = max(sum(mark & TARGET for mark in chat.encode(turns)[1]) for turns in dialogues)
+    for limit in 1, 500, 1500:
+        targets = sum((y >= 0).sum().item() for _, y, _ in dataset.eval_batches("val", limit, 4096))
+        assert limit <= targets < limit + largest < found.meta["val_answer_tokens"]
+
+
 # ---- the loss -----------------------------------------------------------------------------------------------------
 
 SETTINGS = ["--log_interval=1", "--eval_interval=9", "--device=cpu",
