@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import data
-from engine.text import blocks, encodings, readers
+from engine.text import blocks, encodings, readers, tables
 from tests.test_data import contents, documents, prose, refused
 
 ENGLISH = prose(4000)
@@ -38,7 +38,8 @@ TEXTS = {  # sentences of our own, a language and an encoding each
               "この関数は引数を二つ取り、その和を返します。print(x)と書くと表示されます。\n"],
     "EUC-JP": ["むかしむかし、あるところに、おじいさんとおばあさんがいました。おじいさんは山へしばかりに行きました。\n"],
     "CP949": ["옛날 어느 마을에 착한 소년이 살고 있었습니다. 소년은 매일 아침 산에 올라가서 나무를 했습니다.\n"],
-    "CP1251": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+    "CP1251": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n",
+               "— Кто там? — спросила бабушка. — «Это я, — сказал мальчик, — открой!» И она, дрожа, открыла…\n"],
     "KOI8-U": ["Жила собі дівчинка, яку всі любили, і була в неї бабуся, що мешкала біля лісу; щоранку вона їла яблука.\n",
                "Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
 }
@@ -318,6 +319,20 @@ def test_strings_of_parquet_in_every_layout(tmp_path):
     parquet.write_table(pa.Table.from_arrays([pa.array(texts)] * 2, ["text", " text"]), tmp_path / "a.parquet")
     with pytest.raises(readers.Unfit, match="2 columns are called 'text'"):
         readers.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
+
+
+@pytest.mark.parametrize("rows", [
+    {"text": ["a" * 300_000] * 9}, {"text": ["a" * 800] * 4000},
+    {"messages": [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a" * 2000}]] * 900}],
+    ids=["long texts", "many texts", "conversations"])
+def test_a_table_of_few_bytes_does_not_fill_the_disk(rows, tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    monkeypatch.setattr(tables, "GROWTH_FROM", 1 << 20)
+    parquet.write_table(pa.table(rows), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(readers.Unfit, match="expected at most 200 for each"):
+        readers.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
 def test_the_dialect_of_a_table_is_told(tmp_path):
