@@ -180,7 +180,9 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
     assert said.count("  learning_rate ") >= 4 and "did not diverge up to" in said or "diverged at" in said
     assert (folder / "out/my.lr_find.png").read_bytes()[1:4] == b"PNG"
     table = (folder / "out/my.lr_find.csv").read_text().splitlines()
-    assert table[0] == "kind,rate,loss,smooth" and sum(line.startswith("sweep") for line in table) >= 4
+    assert table[0] == "kind,rate,loss,smooth"
+    rates = [float(line.split(",")[1]) for line in table if line.startswith("sweep")]
+    assert len(rates) >= 4 and all(2.3 < b / a < 2.7 for a, b in zip(rates, rates[1:]))  # the parabola needs equal steps
     assert {path.name for path in (folder / "out").iterdir()} == {"my.lr_find.png", "my.lr_find.csv"}
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
     assert trainer(lr_find=True) == 0 and "a picture needs: pip install matplotlib" in capsys.readouterr().out
@@ -219,6 +221,7 @@ def test_the_rates_of_a_sweep():
     assert lr_find.beyond([*falling, (4e-2, 1.6)]) is None and lr_find.beyond([(0.1, 2.0), (0.8, 1.0)]) is None
     low, middle, high = lr_find.suggestion([(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 2.0)])
     assert (low, high) == (2.5e-3 / 4, 5e-3) or math.isclose(low, 6.2e-4, rel_tol=0.02) and math.isclose(high, 5e-3, rel_tol=0.02)
+    assert math.isclose(middle ** 2, low * high, rel_tol=0.03)
     assert lr_find.suggestion([(1e-3, 1.2), (2.5e-3, 1.0), (6.25e-3, 2.0)])[2] < high < lr_find.suggestion(
         [(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 1.2)])[2]
     lost = [(1e-4, 3.0, 3.0), (1e-3, 2.0, 2.0), (1e-2, 9.0, 9.0)]
