@@ -260,6 +260,12 @@ def test_a_damaged_vocabulary_in_gguf_is_refused_in_one_line(key, tmp_path, capf
     assert "m.gguf" in refused(capfd, gguf_tokenizer.read_gguf_tokenizer, metadata | {f"tokenizer.ggml.{key}": GGUF_CHANGES[key]}, "m.gguf")
 
 
+def test_a_token_in_gguf_without_a_type_is_refused(tmp_path, capfd):
+    metadata = as_read(train_byte_level(TEXT, 300, tmp_path / "t.json"))
+    metadata["tokenizer.ggml.tokens"].append(b"<|more|>")
+    assert "m.gguf" in refused(capfd, gguf_tokenizer.read_gguf_tokenizer, metadata, "m.gguf")
+
+
 @pytest.mark.parametrize("token, kind", [("日", NORMAL), ("zz", BYTE)])
 def test_a_token_in_gguf_of_other_letters_or_of_a_type_that_bpe_lacks_is_refused(token, kind, tmp_path, capfd):
     metadata = as_read(train_byte_level(TEXT, 300, tmp_path / "t.json"))
