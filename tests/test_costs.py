@@ -190,6 +190,15 @@ def test_batches_that_divide_a_step():
     assert fit_batch.batches(36, 18) == [1, 2, 3, 6, 9, 18] and fit_batch.batches(6, 6) == [1, 2, 3, 6]
 
 
+@pytest.mark.parametrize("speeds, chosen", [
+    ([100, 150], 2), ([100, 150, 151], 2), ([100, 150, 200], 4), ([100, 90, 200], 4), ([100, 99, 98], 1), ([100], 1)])
+def test_the_batch_is_the_smallest_that_is_about_as_fast_as_the_fastest(speeds, chosen, monkeypatch):
+    tried = [fit_batch.Fit(2 ** n, 1 << 20, speed) for n, speed in enumerate(speeds)]
+    monkeypatch.setattr(fit_batch, "run_child", lambda search: (tried, "all have been tried"))
+    found = fit_batch.largest_batch(knobs(batch_size=8, gradient_accumulation_steps=1), ModelArgs.of(knobs(), 259), SETUP)
+    assert found == {"batch_size": chosen, "gradient_accumulation_steps": 8 // chosen}
+
+
 def wide(**values):
     s = knobs(dim=256, n_layers=2, n_heads=2, batch_size=64, gradient_accumulation_steps=4, max_seq_len=256, **values)
     return s, ModelArgs.of(s, 2000)
