@@ -91,6 +91,14 @@ def test_memory_is_counted_in_gib(tmp_path, monkeypatch):
     assert system.memory() == [12.0, 16.0]
 
 
+def test_the_load_of_gpus_is_that_of_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert system.gpus() == []  # no such program
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 97, 1024, 81559'\necho 'NVIDIA H100, 0, 4, 81559'\n")
+    program.chmod(0o755)
+    assert system.gpus() == [["NVIDIA H100", "97", "1024", "81559"], ["NVIDIA H100", "0", "4", "81559"]]
+
 
 def test_the_printed_address_sets_a_cookie_and_only_the_token_opens_the_page(page):
     status, headers, text = page.ask(f"/?token={page.token}", token=False)
@@ -162,6 +170,15 @@ def test_attacks_are_refused_and_the_server_goes_on(page):
         assert not re.match(rb"HTTP/1\.1 2", answer), (name, answer[:300])
         assert page.token.encode() not in answer and b"Traceback" not in answer, name
     assert page.ask("/")[0] == 200 and page.process.poll() is None
+
+
+def test_a_refused_request_is_told_why(page):
+    found = dict(attacks(page))
+    for name, status, words in [("chunks", 411, "one Content-Length header"), ("two lengths", 411, "one Content-Length header"),
+                                ("a length of zeros", 413, "at most 1,048,576 bytes"), ("POST where there is only GET", 405, "POST is not allowed"),
+                                ("other method", 501, "Unsupported method"), ("many headers", 431, "Too many headers")]:
+        head, _, body = page.raw(found[name]).decode().partition("\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ") and words in json.loads(body)["error"], (name, head, body)
 
 
 def test_slow_and_many_connections_do_not_block_the_user(page):
@@ -880,6 +897,7 @@ def test_pipes_devices_and_link_loops_do_not_block_the_page(tmp_path):
         assert asked[0] == 200, asked
         reads = name.startswith(("out/config.json", "out/log.jsonl", "out/socket"))
         assert bool(run["odd"]) == reads and (run["rows"] == 3 or "log.jsonl" in name), run
+        assert not reads or "socket" in name or run["odd"].startswith(f"{name[4:].split()[0]}: "), run  # the file that is at fault
         assert page.get(f"/api/curves?{urlencode({'metric': 'loss/train', 'x': 'iter', 'run': name})}")
     assert page.get("/v1/models")["data"] == [] and "model.gguf" not in page.ask("/api/inside")[2].replace("out/model.gguf", "")
     assert page.ask("/api/csv?metric=loss/train")[0] == 200 and time.monotonic() - since < usual(20)
