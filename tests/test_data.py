@@ -264,6 +264,10 @@ def test_how_much_text_a_source_holds(tmp_path, capfd):
     assert prepare.text_bytes(tmp_path / "in", tmp_path / "cache") == len(text) + 500
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text))
     assert prepare.text_bytes(tmp_path / "a.txt.gz") == len(text)
+    # The last four bytes of a text, read as a number, are a size that a .gz file of 12 MB might record.
+    (tmp_path / "large.txt").write_bytes(b"once upon a time\n" * 700_000)
+    assert prepare.text_bytes(tmp_path / "large.txt") == 700_000 * 17
+    (tmp_path / "large.txt").unlink()
     assert prepare.text_bytes("stories:100") == 56_000 and prepare.text_bytes("tinyshakespeare") == 1_115_394
     folder = data.prepare(tmp_path / "in/a.txt", "byte", cache=tmp_path / "cache", workers=1)
     assert prepare.text_bytes(folder) in (len(text), len(text) - 1)  # less the space between the splits
