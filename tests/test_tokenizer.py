@@ -85,9 +85,10 @@ def test_says_what_a_loaded_model_does_to_text(options, tmp_path):
 
 
 def test_a_model_with_other_special_ids(tmp_path):
-    loaded = Tokenizer.load(trained(tmp_path / "m.model", unk_id=2, bos_id=0, eos_id=1))
-    assert (loaded.unk_id, loaded.bos_id, loaded.eos_id) == (2, 0, 1)
-    assert loaded.encode("a", bos=True, eos=True)[::len(loaded.encode("a")) + 1] == [0, 1]
+    for bos, eos in (0, 1), (1, 0):
+        loaded = Tokenizer.load(trained(tmp_path / "m.model", unk_id=2, bos_id=bos, eos_id=eos))
+        assert (loaded.unk_id, loaded.bos_id, loaded.eos_id) == (2, bos, eos)
+        assert loaded.encode("a", bos=True, eos=True)[::len(loaded.encode("a")) + 1] == [bos, eos]
 
 
 def test_our_vocabularies_are_llama_style(model):
