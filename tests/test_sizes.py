@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -207,6 +208,24 @@ def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
         rate(one.changed(optimizer="adamw"))
 
 
+def test_conversations_have_a_context_in_which_nearly_all_fit():
+    """Of 100, all but 4 have 100 tokens."""
+    lengths = np.array([100] * 96 + [900] * 4)
+    marks = np.zeros(lengths.sum(), "u1")
+    marks[np.append(0, lengths.cumsum()[:-1])] = plan.FIRST
+    prepared = SimpleNamespace(train=marks, masks={"train": marks})
+
+    def context(given=(), masks=prepared.masks, **values):
+        prepared.masks = masks
+        return plan.values(plan.plan_context(knobs(**values), given, prepared))
+
+    assert context(max_seq_len=64, batch_size=8) == {"max_seq_len": 128, "batch_size": 4}
+    assert context(max_seq_len=32, batch_size=2) == {"max_seq_len": 128, "batch_size": 1}
+    assert context({"batch_size"}, max_seq_len=64, batch_size=8) == {"max_seq_len": 128}
+    assert context(max_seq_len=128) == context(max_seq_len=512) == {}
+    assert context({"max_seq_len"}, max_seq_len=64) == context(masks={}, max_seq_len=64) == {}
+
+
 def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.max_vocab_size, s.batch_size) == (48, 5, 600, 0, 3)
@@ -250,6 +269,8 @@ def test_memory_bounds_the_model(monkeypatch):
 
 def test_a_small_part_held_out_holds_a_context(monkeypatch):
     assert planned(monkeypatch, 1_000_000, val_fraction=0.001).max_seq_len * 4 <= 1000 < planned(monkeypatch, 1_000_000).max_seq_len * 10
+    for fraction in 0.0001, 0.9999:  # 100 bytes are held out, or left to train on
+        assert 4 <= planned(monkeypatch, 1_000_000, val_fraction=fraction).max_seq_len <= 25
 
 
 def test_the_limit_that_is_told():
