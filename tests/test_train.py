@@ -1583,6 +1583,13 @@ def test_the_spike_detector_forgives_what_is_small_and_believes_no_mean_at_first
         assert detector.refuses(loss, 1.0) == refused  # of no spread at all, deviations are of 0.01
 
 
+@pytest.mark.parametrize("usual", [1e-3, 1.0, 1e3])
+def test_the_spike_detector_sees_a_gradient_that_is_large_beside_the_usual_one(usual):
+    detector, rng = optim.SpikeDetector(6.0), random.Random(0)
+    assert not any(detector.refuses(3.0, usual * (1 + rng.random())) for _ in range(300))
+    assert detector.refuses(3.0, 100 * usual) and not detector.refuses(3.0, usual)
+
+
 def test_the_spike_detector_takes_up_a_new_level_but_no_ruin():
     """A gradient norm that rose to stay is refused a few times; a run that came apart until the weights go back."""
     for loss, norm, refused in ((3.0, 15.0, range(1, 8)), (9.0, 1.0, range(10, 11)), (float("nan"), 1.0, range(10, 11))):
