@@ -50,6 +50,13 @@ def test_written_out_ops_equal_their_plain_formulas(dtype, near, zero):
                 assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, atol=near, rtol=near)
 
 
+def test_the_norm_that_the_compiler_gets_is_pytorchs(monkeypatch):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 5, 16), torch.randn(16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # the compiler itself takes a minute
+    assert torch.allclose(ops.rms_norm_plain(x, w, 1e-5), F.rms_norm(x, (16,), w, 1e-5), atol=1e-6)
+
+
 @pytest.mark.parametrize("piece", [1, 101 * 16, 1 << 24], ids=["a row at a time", "with a rest", "whole"])
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_cross_entropy_equals_its_plain_formula(monkeypatch, piece, dtype, near):
