@@ -1080,6 +1080,20 @@ def test_ctrl_c_at_a_terminal_reaches_a_supervised_program_once(supervised):
     assert supervised.communicate()[0].split() == ["interrupted"] and supervised.returncode == 3
 
 
+def test_a_supervisor_whose_program_is_always_killed_ends_with_1(tmp_path):
+    """Exit code 2 would mean that the settings are wrong."""
+    script = tmp_path / "program.py"
+    script.write_text("import os, signal, sys\n"
+                      "if '--supervise=False' in sys.argv:\n"
+                      "    os.kill(os.getpid(), signal.SIGKILL)\n"
+                      f"sys.path.insert(0, {str(ROOT)!r})\n"
+                      "from engine.training import supervisor\n"
+                      "supervisor.MAX_RESTARTS = 1\n"
+                      "supervisor.supervise()\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout.count("ended with code -9; restart 1 of 1 in 1 s") == 1, done.stdout + done.stderr
+
+
 def kill_processes(folder, out, steps, *args):
     """
     Train by two processes under torchrun, and kill one of them, by turns, after each of `steps`; return the seconds
