@@ -126,6 +126,13 @@ def test_logits_equal_transformers_and_after_a_round_trip(case, tmp_path, vocabu
     assert again[1] == args and all(torch.equal(again[0][name], w) for name, w in state.items())
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5, 40.0])
+def test_yarn_scales_attention_by_the_factor_of_transformers(factor):
+    config = LlamaConfig(**TINY | dict(rope_parameters=YARN | {"factor": factor}))
+    theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb.attention_scaling
+    assert rope.yarn_attention(factor) == pytest.approx(theirs)
+
+
 def test_bfloat16_shards_are_read_tensor_by_tensor(tmp_path, vocabulary):
     """Forty times the size of a tensor, with the memory of a few."""
     wide = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=9)
