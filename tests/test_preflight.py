@@ -126,6 +126,13 @@ def wrong_scale(monkeypatch):
     monkeypatch.setattr(ops, "attention", lambda q, k, v, *rest: plain(q * 2, k, v, *rest))
 
 
+def one_head_with_a_wrong_scale(monkeypatch):
+    """By a tenth, in one of eight heads."""
+    plain, factor = ops.attention, torch.ones(8, 1)
+    factor[3] = 1.1
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, *rest: plain(q * factor, k, v, *rest))
+
+
 def heads_mixed_up(monkeypatch):
     plain = ops.attention
     monkeypatch.setattr(ops, "attention", lambda q, k, v, *rest: plain(q, k.flip(2), v.flip(2), *rest))
@@ -297,6 +304,7 @@ PLANTED = [
     (forgets_documents, "documents", {}), (document_off_by_one, "documents", {}),
     (swapped_halves, "attention", {}), (no_positions, "attention", {}), (wrong_scale, "attention", {}),
     (heads_mixed_up, "attention", {"n_heads": 4, "n_kv_heads": 2}),
+    (one_head_with_a_wrong_scale, "attention", {"n_heads": 8, "dim": 64}),
     (frozen, "gradients", {}), (detached_block, "gradients", {}), (detached_embedding, "gradients", {}),
     (dead_layer, "gradients", {"checks": "gradients"}), (left_out_of_the_optimizer, "gradients", {}),
     (without_divisor, "accumulation", {"gradient_accumulation_steps": 3}),
