@@ -9,6 +9,7 @@ max_seq_len = 224            # the longest of these conversations fits
 batch_size = 6
 max_iters = 1500
 learning_rate = 6e-3
+embedding_lr_scale = 3.0
 embedding_noise = 0.2        # words that stories never repeat have nearly the same embedding: no
                              # attention can find them before something tells them apart
 eval_interval = 1500

@@ -15,7 +15,7 @@ READERS = (
     (r"Who did they see with the (\w+)\?", r"they saw \w+ \w+ {0} and a \w+ (\w+)\.", "It was a {1}."),
     (r"Who sat ([\w ]+) and ate (\w+)\?", r"a \w+ (\w+) sat {0} and ate {1}\b", "It was a {2}."),
     (r"Who gave them (\w+) (\w+)\?", r"a \w+ (\w+) gave them \w+ and {0} {1}\b", "It was a {2}."),
-    (r"What (?:animal )?was (\w+)\?", r"a \w+ (\w+) named {0}\b", "It was a {1}."),
+    (r"What (?:animal )?was (\w+)\?", r"a \w+ (\w+) named {0}\b", "{0} was a {1}."),
     (r"What (?:food )?did (\w+) like(?: to eat)?\?",
      r"{0} (?:loved to \w+ and to eat|liked(?= \w+, but)|ate(?= \w+ every)|and h\w+ \w+ ate) (\w+)", "S?[Hh]e liked {1}."),
     (r"What did (\w+) like (?:most of all )?to do\?",
@@ -26,7 +26,7 @@ READERS = (
     (r"When (?:did they first go to|were they first at) the (\w+)\?", r"(?:One|On a|It was a) (\w+ \w+), (?:so )?[A-Z]\w+ (?:and|took) [A-Z]", "On a {1}."),
     (r"How many (\w+) (?:were at the \w+|did they see)\?", r"(?:saw|were) (\w+) \w+ {0}\b", "There were {1} {0}."),
     (r"How many (\w+) did (?:the (?!ball)\w+ give them|they get)\?", r"gave them \w+ and (\w+) {0}\.", "There were {1} {0}."),
-    (r"How many (\w+) (?:were on the|did the) (\w+)(?: have)?\?", r"The {1} was \w+ and had (\w+) {0} on it", "There were {2} {0}."),
+    (r"How many (\w+) (?:were on the|did the) (\w+)(?: have)?\?", r"The {1} was \w+ and had (\w+) {0} on it", "The {1} had {2} {0}."),
     (r"How old was (\w+)\?", r"\. {0} was (\w+) years old", "It was {1} years old."),
 )
 

@@ -53,7 +53,7 @@ QUESTIONS = (
     Question("who", "scene", "It was a {worker}.", ("Who did they see with the {birds}?",)),
     Question("who", "scene", "It was a {worker}.", ("Who sat {where} and ate {food}?",)),
     Question("who", "scene", "It was a {worker}.", ("Who gave them {number} {sweets}?",)),
-    Question("what", "companion", "It was a {animal}.", (
+    Question("what", "companion", "{friend} was a {animal}.", (
         "What animal was {friend}?", "What was {friend}?")),
     Question("what", "likes", "{She} liked {food}.", (
         "What did {hero} like to eat?", "What food did {hero} like?")),
@@ -69,7 +69,7 @@ QUESTIONS = (
         "How many {birds} were at the {place}?", "How many {birds} did they see?")),
     Question("how many", "scene", "There were {number} {sweets}.", (
         "How many {sweets} did the {worker} give them?", "How many {sweets} did they get?")),
-    Question("how many", "looks", "There were {number} {dots}.", (
+    Question("how many", "looks", "The {toy} had {number} {dots}.", (
         "How many {dots} were on the {toy}?", "How many {dots} did the {toy} have?")),
     Question("how old", "pal", "It was {number} years old.", ("How old was {friend}?",)),
 )
