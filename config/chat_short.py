@@ -1,12 +1,12 @@
 # First half of `make chat`: the demo's model learns to answer questions about a few sentences.
 #   text:       questions about the built-in stories, made in a few seconds
 #   parameters: those of out/demo, and two rows for the markers of a conversation
-#   tokens:     6 sequences x 224 = 1344 a step, 1500 steps = 2.0 million, 1.2 epochs
+#   tokens:     8 sequences x 160 = 1280 a step, 1500 steps = 1.9 million
 out_dir = "out/chat_short"
 init_from = "out/demo"
 data = "questions:short:20000"
-max_seq_len = 224            # the longest of these conversations fits
-batch_size = 6
+max_seq_len = 160            # the longest of these conversations fits
+batch_size = 8
 max_iters = 1500
 learning_rate = 6e-3
 embedding_lr_scale = 3.0

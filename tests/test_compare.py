@@ -56,6 +56,7 @@ def test_a_run_killed_between_evaluations_shows_the_last_pair_with_its_iteration
         for row in (log(4) + [{"iter": 30, "tokens": 120, "loss/train": 0.1, "grad/norm": 2.0, "time": 3602}]):
             f.write(json.dumps(row) + "\n")
     head, b4, b2 = (re.split("  +", line) for line in compare(folders, "b4", "b2", "--sort=grad/norm").stdout.splitlines())
+    assert head[:3] == ["run", "batch_size", "grad/norm"]  # what rows are sorted by stands before the other results
     assert dict(zip(head, b4)) == {"run": "b4", "batch_size": "4", "grad/norm": "2.0000", "iter": "30", "tokens": "120",
                                    "last loss/train": "1.6000", "last loss/val": "1.5000", "last at iter": "20",
                                    "best loss/val": "1.5000", "best at iter": "20", "minutes": "0.0500"}

@@ -81,7 +81,7 @@ def test_training_leaves_out_the_new_kinds_and_the_new_words():
     assert {"nine", "dancer", "bridge", "snowy", "Sunday"} <= questions.NEW_WORDS
     for record in questions.training(2000):
         contents = [message["content"] for message in record["messages"]]
-        assert 1 <= len(contents) // 2 <= len(questions.QUESTIONS)
+        assert 1 <= len(contents) // 2 <= questions.PER_TEXT
         assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * (len(contents) // 2)
         for question, answer in zip(contents[::2], contents[1::2]):
             assert "How old" not in question

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
+PER_TEXT = 4  # max questions in a conversation to train on
+LEARNED_LAST = "how many", "when"  # kinds: stories have several numbers and times to confuse
 # The rules of sentences that questions are asked about without the rest of the story.
 SENTENCES = "opening", "likes", "companion", "pal", "outing", "scene", "looks"
 
@@ -131,9 +133,10 @@ def some_sentences(facts, rng):
 
 def training(count, short=False):
     """
-    Yield `count` conversations to train on, each with all known questions about a text, of which
-    there is at least one. Half of the texts, or all of them if `short`, are one to three sentences
-    of a story, where an answer is found sooner. The others are whole stories.
+    Yield `count` conversations to train on, each with one to PER_TEXT known questions about a text,
+    those of the kinds in LEARNED_LAST before others. Half of the texts, or all of them if `short`,
+    are one to three sentences of a story, where an answer is found sooner. The others are whole
+    stories.
     """
     number = 0
     while count:
@@ -143,9 +146,12 @@ def training(count, short=False):
             sentences = some_sentences(facts, rng)
             story = " ".join(sentences.values())
         known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
+        known.sort(key=lambda question: question[0] not in LEARNED_LAST)
+        asked = known[:PER_TEXT]
+        rng.shuffle(asked)
         number += 1
-        if known:
-            yield conversation(story, known)
+        if asked:
+            yield conversation(story, asked)
             count -= 1
 
 
