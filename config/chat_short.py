@@ -1,17 +1,17 @@
 # First half of `make chat`: the demo's model learns to answer questions about a few sentences.
 #   text:       questions about the built-in stories, made in a few seconds
 #   parameters: those of out/demo, and two rows for the markers of a conversation
-#   tokens:     8 sequences x 160 = 1280 a step, 1500 steps = 1.9 million
+#   tokens:     6 sequences x 192 = 1152 a step, 1600 steps = 1.8 million, one epoch
 out_dir = "out/chat_short"
 init_from = "out/demo"
 data = "questions:short:20000"
-max_seq_len = 160            # the longest of these conversations fits
-batch_size = 8
-max_iters = 1500
+max_seq_len = 192            # the longest of these conversations fits
+batch_size = 6
+max_iters = 1600
 learning_rate = 6e-3
-embedding_lr_scale = 3.0
+embedding_lr_scale = 3.0     # the embedding learns most here
 embedding_noise = 0.2        # words that stories never repeat have nearly the same embedding: no
                              # attention can find them before something tells them apart
-eval_interval = 1500
+eval_interval = 1600
 checks = "-leak"             # short texts are alike: some of validation are in training too
 sample_prompt = "Sue had a tiny goat named Pip. What was the goat called?"
