@@ -37,9 +37,8 @@ chat: .venv/demo run out/demo/model.gguf ## teach the demo's model to answer que
 	$(VENV) train.py config/chat_short.py --wandb_log=True
 	$(VENV) train.py config/chat.py --wandb_log=True
 	$(VENV) evaluate.py out/chat --conversations=questions --wandb_log=True
-	./run out/chat/model.gguf -m chat -t 0 -i $(QUESTION)
-	@echo
-	@echo "Ask it more: ./run out/chat/model.gguf -m chat -t 0"
+	@echo "Ask it more about this or another text; Ctrl-D ends."
+	./run out/chat/model.gguf -m chat -y "" -t 0 -i $(QUESTION)
 
 out/demo/model.gguf:
 	$(MAKE) demo
