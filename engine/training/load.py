@@ -14,7 +14,7 @@ from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
 from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
 from engine.text.vocabulary import keep_vocabulary
-from engine.training import checkpoint, distributed, resume, run_folder
+from engine.training import checkpoint, distributed, lora, resume, run_folder
 from engine.training.costs import num_params
 from engine.training.plan import rate_for
 from engine.untrusted import reading
@@ -47,7 +47,7 @@ def read_model(path, tokenizer=""):
             # The classifier is the embedding: add its name without reading a tensor.
             readers = {name: partial(state.__getitem__, name) for name in state}
             readers["output.weight"] = readers["tok_embeddings.weight"]
-            state = Tensors(readers, path)
+            state = Tensors(readers, path, getattr(state, "q8_0", None))
         return state, args, vocabulary, extra
 
 
@@ -80,20 +80,26 @@ def read_any(path, with_tokenizer):
 
 
 def read_run(path, with_tokenizer):
-    """Return what `read_any` does, from a run's folder or a step folder."""
+    """
+    Return what `read_any` does, from a run's folder or a step folder. The adapters of a LoRA are
+    merged into its weights.
+    """
     folder = checkpoint.locate(path)
     saved, file = checkpoint.load(folder), folder / "model.pt"
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
+    adapters = lora.of_checkpoint(saved)
     # A damaged file may claim huge sizes: compare them with the tensors before a model is built. A
     # sharded checkpoint is not a dict and would read every tensor for its shape. load_weights
     # refuses names that are unknown.
     if isinstance(state, dict):
         shapes = {name: w.shape for name, w in state.items()}
         expected = ((name, shape) for name, _, _, shape in tensors(args))
+        if adapters:
+            expected = lora.expected_tensors(args, adapters)
         check_tensors(shapes, expected, file, ignored=shapes)
     vocabulary = Tokenizer.load(checkpoint.tokenizer_path(folder)) if with_tokenizer else None
     extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
-    return state, args, vocabulary, extra
+    return lora.merged(state, adapters), args, vocabulary, extra
 
 
 def load_model(path, tokenizer, device):
@@ -109,12 +115,13 @@ def load_model(path, tokenizer, device):
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def start_from(model, path, check=True, grows=False):
+def start_from(model, path, resuming, check=True, grows=False):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
-    run's checkpoints store them. check: passed to checkpoint.load; grows: whether the model may
-    have more tokens than those weights, see with_new_rows.
+    run's checkpoints store them. resuming: whether the path is a checkpoint of this run; check:
+    passed to checkpoint.load; grows: whether the model may have more tokens than those weights, see
+    with_new_rows.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -122,7 +129,11 @@ def start_from(model, path, check=True, grows=False):
     else:
         state, _, _, extra = read_model(path)
     with reading(path, "a model", fail):
-        if grows:
+        if checkpoint.complete(path) and not resuming:
+            state = lora.merged(state, lora.of_checkpoint(saved))
+        if model.lora and not resuming:
+            state = lora.base_weights(state, model)
+        elif grows:
             state = with_new_rows(state, model.args.vocab_size)
         distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
@@ -143,6 +154,25 @@ def with_new_rows(state, vocab_size):
             mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
             longer[name] = torch.cat((weight, mean.expand(missing, -1)))
     return ChainMap(longer, state) if longer else state
+
+
+def plan_lora(config, dtype, path, resuming):
+    """
+    Return the lora.LoRA of a run with these settings that starts from a path; dtype: torch dtype of
+    the training. A resumed run has that of its checkpoint, except for the dtype. None: no LoRA.
+    """
+    if resuming:
+        with reading(path, "a model", fail):
+            return lora.of_checkpoint(checkpoint.load(path, check=False, mmap=True), dtype)
+    if not config.lora_rank:
+        return None
+    if path is None:
+        fail(f"--lora_rank={config.lora_rank}: LoRA adapts a trained model; give its path as "
+             "--init_from")
+    state, args, _, _ = read_model(path)
+    quantized = frozenset(name.removesuffix(".weight") for name in getattr(state, "q8_0", ()))
+    return lora.LoRA(config.lora_rank, lora.parse_targets(config.lora_targets), lora.SCALE, dtype,
+                     quantized, args.vocab_size)
 
 
 def chat_template(path):

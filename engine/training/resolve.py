@@ -8,7 +8,7 @@ from functools import partial
 
 from engine.text.prepare import as_prepared, text_bytes
 from engine.text.prepare import load as load_prepared
-from engine.training import fit_batch, hardware, load, mode, plan, progress, resume
+from engine.training import fit_batch, hardware, load, lora, mode, plan, progress, resume
 from engine.training.costs import TrialSetup
 from engine.training.distributed import on_master
 from engine.training.training import Resolved
@@ -41,7 +41,11 @@ def resolve(config, device, prepare, build):
     prepare = partial(prepare, chat_template=template)
     if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
-    setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
+    amp_dtype = hardware.autocast_dtype(config.dtype, device)
+    adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
+    if adapters:  # Hugging Face's names of matrices become ours
+        config = config.changed(lora_targets=lora.target_words(adapters))
+    setup = TrialSetup(build, device, amp_dtype, adapters)
 
     # Each of these replaces settings of the ones before: the time budget and the text, a folder of
     # prepared data, the depth, a mode.
