@@ -287,7 +287,8 @@ def gradients(ctx):
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
     # If the embedding and the classifier are tied, their weight gets a gradient from the classifier
     # even if the output of the embedding is detached. A LoRA's embedding may be frozen.
-    if not ctx.sharded and not ctx.model.lora and (embedded.grad is None or not embedded.grad.norm()):
+    is_reached = embedded.grad is not None and embedded.grad.norm() > 0
+    if not ctx.sharded and not ctx.model.lora and not is_reached:
         raise Bug("the output of tok_embeddings gets no gradient: after it something is detached")
 
 

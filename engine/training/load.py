@@ -1,5 +1,6 @@
 """
-Open a model from a run, a checkpoint, a GGUF or llama2.c file, or a Hugging Face or Meta folder.
+Open a model from a run, a checkpoint, a GGUF or llama2.c file, or a Hugging Face, PEFT or Meta
+folder.
 """
 from collections import ChainMap
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from configurator import fail
 from engine.advice import renamed
 from engine.files import sha256
-from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
+from engine.formats import gguf_file, gguf_tokenizer, hf_tokenizer, huggingface, llama2c, peft
 from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
 from engine.text.vocabulary import keep_vocabulary
@@ -26,8 +27,8 @@ MAX_ADOPTED_CONTEXT = 1024  # tokens; fine-tuning uses a longer context only if 
 
 def read_model(path, tokenizer=""):
     """
-    Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face or Meta folder,
-    which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
+    Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face, PEFT or Meta
+    folder, which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
     ModelArgs, Tokenizer or None, {metadata that an export keeps}). Except for runs, a tensor is
     read from disk at each access.
 
@@ -62,13 +63,15 @@ def read_any(path, with_tokenizer):
     # For a missing path, read_run ends the program with the message of checkpoint.locate.
     if checkpoint.is_own(path) or run_folder.is_run(path) or not path.exists():
         return read_run(path, with_tokenizer)
+    if peft.is_adapter(path):
+        return read_peft(path, with_tokenizer)
     if (path / "config.json").exists():
         return huggingface.read_hf(path, with_tokenizer)
     if (path / "params.json").exists():
         return huggingface.read_meta(path, with_tokenizer)
     if path.is_dir():
-        fail(f"{path}: holds no complete checkpoint, no config.json of a Hugging Face model and no "
-             "params.json of Meta's")
+        fail(f"{path}: holds no complete checkpoint, no config.json of a Hugging Face model, no "
+             "adapter_config.json of PEFT's and no params.json of Meta's")
     if Reader(path).data[:4].tobytes() != b"GGUF":
         return *llama2c.read_llama2c(path), None, {}
     state, args, metadata = gguf_file.read_gguf(path)
@@ -77,6 +80,22 @@ def read_any(path, with_tokenizer):
         return state, args, None, extra
     extra |= gguf_tokenizer.chat_ids(metadata, args.vocab_size)
     return state, args, gguf_tokenizer.read_gguf_tokenizer(metadata, path), extra
+
+
+def read_peft(folder, with_tokenizer):
+    """
+    Return what `read_any` does, from a folder of PEFT's adapters, merged into the base model that
+    the folder names. Its own tokenizer and chat template are used if it has them, as after tokens
+    were added.
+    """
+    config = peft.read_config(folder)
+    state, args, vocabulary, extra = read_any(peft.base_path(folder, config), with_tokenizer)
+    state, args = peft.merged(folder, config, state, args)
+    extra |= hf_tokenizer.chat_template(folder)
+    own = hf_tokenizer.read_hf_tokenizer(folder, args.vocab_size) if with_tokenizer else None
+    if own:
+        extra |= huggingface.chat_ids(folder, own)
+    return state, args, own or vocabulary, extra
 
 
 def read_run(path, with_tokenizer):
@@ -100,6 +119,20 @@ def read_run(path, with_tokenizer):
     vocabulary = Tokenizer.load(checkpoint.tokenizer_path(folder)) if with_tokenizer else None
     extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
     return lora.merged(state, adapters), args, vocabulary, extra
+
+
+def read_adapters(path):
+    """
+    Return ({name: tensor} of the adapters and new rows of a LoRA, its lora.LoRA, the path that the
+    run started from), from a run's folder or a step folder. Exit with a message if it has none.
+    """
+    folder = checkpoint.locate(path)
+    saved = checkpoint.load(folder)
+    with reading(folder, "a model", fail):
+        adapters = lora.of_checkpoint(saved)
+    if not adapters:
+        fail(f"{path}: holds no adapters; expected a run of train.py --lora_rank=8")
+    return saved["model"], adapters, resume.stored_settings(folder).get("init_from", "")
 
 
 def load_model(path, tokenizer, device):
