@@ -569,7 +569,7 @@ def peft_config(state, args, lora, base):
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": [TARGETS[name] for name in lora.targets],
         # Only the rows of new tokens, where modules_to_save would hold whole embeddings. PEFT reads

@@ -126,7 +126,8 @@ tie_embeddings = True       # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 qkv_bias = False            # biases for queries, keys and values, as in Qwen2
 lora_rank = 0               # freeze the weights of init_from and train LoRA adapters of this rank
-                            # beside its matrices; 0: train all weights
+                            # beside its matrices, with alpha 16, and AdamW unless optimizer is
+                            # given; 0: train all weights
 lora_targets = "all"        # matrices with an adapter: all of the blocks, or some of wq,wk,wv,wo,
                             # w1,w2,w3, also as q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,
                             # up_proj

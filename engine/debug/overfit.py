@@ -47,6 +47,8 @@ def overfit(t, train_step):
     result = (f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability "
               f"{p_before:.4f} -> {p_after:.4f}")
     note = f"; {listed(unchanged)} never changed" if unchanged else ""
+    if model.lora:
+        note += "; of a LoRA, tokens that the frozen model has never seen can't be learned"
     # The mean of p is at least exp(mean of ln p): less means a loss of other targets than y.
     if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
         say(f"PASS: {result}{note}")

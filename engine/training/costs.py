@@ -642,13 +642,17 @@ def show(config, args, setup):
     meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # enough data
     estimate = estimate_run(config, args, setup, meta)
     estimate["memory"].pop("text", None)
-    counts, flops, total = parameters(args), flops_per_token(args), num_params(args)
+    counts, flops, total = parameters(args), flops_per_token(args, setup.lora), num_params(args)
     steps, step_tokens = config.max_iters, tokens_per_step(config)
     print(f"parameters  {total:,} with a vocabulary of {args.vocab_size:,}")
     for kind, count in counts.items():
         is_block = kind in ("attention", "feed-forward")
         per_block = f", {count // args.n_layers:,} a block" if is_block else ""
         print(f"            {kind:<13}{count:>15,}  {count / total:4.0%}{per_block}")
+    if setup.lora:
+        trained = weights(args, setup.lora).trained
+        print(f"            {'trained':<13}{trained:>15,}  {trained / total:4.0%}, adapters of rank "
+              f"{setup.lora.rank}; all others are frozen")
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * steps * step_tokens:.3g} "
           f"in {steps:,} steps of {step_tokens:,} tokens")
     free = hardware.free_memory(setup.device)

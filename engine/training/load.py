@@ -204,8 +204,7 @@ def plan_lora(config, dtype, path, resuming):
              "--init_from")
     state, args, _, _ = read_model(path)
     quantized = frozenset(name.removesuffix(".weight") for name in getattr(state, "q8_0", ()))
-    return lora.LoRA(config.lora_rank, lora.parse_targets(config.lora_targets), lora.SCALE, dtype,
-                     quantized, args.vocab_size)
+    return lora.new(config, dtype, args.vocab_size, quantized)
 
 
 def chat_template(path):
@@ -244,7 +243,7 @@ def adopt(config, given):
     """
     Return ({setting: value} that fine-tuning takes from the model at init_from, that model's
     ModelArgs). The settings are its sizes and vocabulary, and, unless given, its context and a
-    tenth of the learning rate for its width.
+    tenth of the learning rate for its width; for LoRA that rate, and AdamW.
 
     given: names of the settings that the user gave. Ends the program if one of the sizes or the
     vocabulary is given and differs from the model's.
@@ -275,6 +274,8 @@ def adopt(config, given):
     adopted.pop("vocab_size", None)
     suggested = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
                  "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}  # two digits
+    if config.lora_rank:  # adapters learn at ten times the rate, better by AdamW: doc/lab/lora.md
+        suggested |= {"learning_rate": rate_for(args.dim), "optimizer": "adamw"}
     # Without this limit an evaluation would prepare all of a large text.
     if config.eval_only and before.get("max_text_bytes"):
         suggested["max_text_bytes"] = before["max_text_bytes"]

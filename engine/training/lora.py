@@ -2,8 +2,9 @@
 LoRA: train low-rank adapters beside the frozen matrices of a model.
 https://arxiv.org/abs/2106.09685
 
-    y = W x + scale B (A x)    W (out, in) frozen; A (rank, in), B (out, rank) trained, in float32
+    y = W x + alpha / rank B (A x)
 
+W (out, in) is frozen; A (rank, in) and B (out, rank) are trained, in float32.
 B starts as zeros, so an adapted model starts as the model itself. Frozen weights need no gradients,
 no optimizer state and no float32 copy: their matrices are held in the dtype of the training, or as
 the 8-bit blocks of a GGUF file in Q8_0, which are dequantized one matrix at a time
@@ -29,25 +30,30 @@ from model import RMSNorm, rope_table
 # {last word of a matrix's name in model.py: in Hugging Face's}, of the matrices of a block
 TARGETS = {ours.split(".")[-1]: theirs.split(".")[-1]
            for ours, _, theirs, letters in LAYER_TENSORS if len(letters) == 2}
-# The scale of new adapters, alpha / rank in PEFT's terms.
-SCALE = 2.0
+# Adapters are scaled by ALPHA / rank. The best learning rate is then about the same for ranks 2, 8
+# and 32; with the scale 2 for all of them it falls as the rank grows (doc/lab/lora.md).
+ALPHA = 16.0
 
 
 class LoRA(NamedTuple):
     """
     What is frozen and what is trained in an adapted model.
 
-    rank: of the adapters; targets: last words of the names of the matrices that get one; scale: of
-    their output; dtype: torch dtype of the frozen matrices; quantized: names of the matrices, such
-    as "layers.0.attention.wq", that are held in Q8_0; frozen_rows: tokens that the embedding of the
-    frozen model has.
+    rank: of the adapters; targets: last words of the names of the matrices that get one; alpha:
+    their scale times the rank; dtype: torch dtype of the frozen matrices; quantized: names of the
+    matrices, such as "layers.0.attention.wq", that are held in Q8_0; frozen_rows: number of tokens
+    of the frozen model.
     """
     rank: int
     targets: tuple
-    scale: float
+    alpha: float
     dtype: torch.dtype
     quantized: frozenset
     frozen_rows: int
+
+    @property
+    def scale(self):
+        return self.alpha / self.rank
 
 
 def parse_targets(words):
@@ -67,9 +73,15 @@ def parse_targets(words):
     return tuple(name for name in TARGETS if name in found)
 
 
-def target_words(lora):
-    """Return the value of --lora_targets that selects the targets of a LoRA."""
-    return "all" if lora.targets == tuple(TARGETS) else ",".join(lora.targets)
+def new(config, dtype, frozen_rows, quantized=frozenset()):
+    """Return the LoRA of a new run with these settings; the other arguments are as of LoRA."""
+    targets = parse_targets(config.lora_targets)
+    return LoRA(config.lora_rank, targets, ALPHA, dtype, quantized, frozen_rows)
+
+
+def target_words(targets):
+    """Return the value of --lora_targets that selects these targets."""
+    return "all" if targets == tuple(TARGETS) else ",".join(targets)
 
 
 # ---- the adapted model ---------------------------------------------------------------------------
@@ -167,7 +179,7 @@ class Table(Frozen):
         super().__init__((lora.frozen_rows, columns), lora, is_quantized, device)
         self.frozen_rows, self.new_rows = lora.frozen_rows, None
         if rows > lora.frozen_rows:
-            self.new_rows = nn.Parameter(torch.empty(rows - lora.frozen_rows, columns,
+            self.new_rows = nn.Parameter(torch.zeros(rows - lora.frozen_rows, columns,
                                                      device=device))
 
     def share(self, other):
@@ -249,13 +261,11 @@ def split(model):
 
 def describe(lora, trained, total):
     """Return a LoRA in words. trained, total: parameters that are trained, and of the model."""
-    targets = "all matrices of the blocks"
-    if lora.targets != tuple(TARGETS):
-        targets = ", ".join(lora.targets)
+    targets = target_words(lora.targets).replace("all", "all matrices of the blocks")
     base = str(lora.dtype).removeprefix("torch.")
     if lora.quantized:
         base = f"Q8_0 where the file has it, else in {base}"
-    return (f"adapters of rank {lora.rank} and alpha {lora.scale * lora.rank:g} for {targets}: "
+    return (f"adapters of rank {lora.rank} and alpha {lora.alpha:g} for {targets}: "
             f"{trained:,} trained parameters, {trained / total:.2%} of the model's; the others are "
             f"frozen in {base}")
 
@@ -351,7 +361,7 @@ def stored(lora):
     """Return the entry {"lora": values} that a checkpoint has besides the weights; {} for None."""
     if lora is None:
         return {}
-    values = {"rank": lora.rank, "targets": [*lora.targets], "scale": lora.scale,
+    values = {"rank": lora.rank, "targets": [*lora.targets], "alpha": lora.alpha,
               "quantized": sorted(lora.quantized), "frozen_rows": lora.frozen_rows}
     return {"lora": values}
 
@@ -365,10 +375,10 @@ def of_checkpoint(saved, dtype=torch.float32):
         return None
     values = saved["lora"]
     targets, quantized = tuple(values["targets"]), frozenset(values["quantized"])
-    found = LoRA(values["rank"], targets, values["scale"], dtype, quantized, values["frozen_rows"])
+    found = LoRA(values["rank"], targets, values["alpha"], dtype, quantized, values["frozen_rows"])
     counts = found.rank, found.frozen_rows
     are_counts = all(type(count) is int and count > 0 for count in counts)
-    is_scale = type(found.scale) is float and 0 < found.scale < math.inf
-    if not are_counts or not is_scale or not {*targets} <= TARGETS.keys():
+    is_alpha = type(found.alpha) is float and 0 < found.alpha < math.inf
+    if not are_counts or not is_alpha or not {*targets} <= TARGETS.keys():
         raise ValueError("the entry lora of a checkpoint is invalid")
     return found

@@ -43,8 +43,9 @@ def resolve(config, device, prepare, build):
         build = build._replace(model_args=partial(build.model_args, imported=imported))
     amp_dtype = hardware.autocast_dtype(config.dtype, device)
     adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
-    if adapters:  # Hugging Face's names of matrices become ours
-        config = config.changed(lora_targets=lora.target_words(adapters))
+    # The same targets have the same words, so that a resumed run may be given Hugging Face's names.
+    targets = lora.parse_targets(config.lora_targets)
+    config = config.changed(lora_targets=lora.target_words(targets))
     setup = TrialSetup(build, device, amp_dtype, adapters)
 
     # Each of these replaces settings of the ones before: the time budget and the text, a folder of
