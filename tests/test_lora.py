@@ -2,8 +2,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import export
 import train as trainer
@@ -22,7 +24,6 @@ from tests import forked
 from tests.test_conversations import messages_of, some_conversations, train, write_lines
 from tests.test_export import build, command, refused
 from tests.test_run import run
-from tests.test_train import ranks
 from tests.trainer_config import trainer_config
 from tokenizer import Bytes
 
@@ -208,12 +209,10 @@ def test_a_vocabulary_that_grew_is_that_of_the_adapter(tmp_path):
     """As a trainer that adds tokens leaves it: whole tables, and the tokenizer beside the adapter."""
     write_theirs(tmp_path, "tied", target_modules=["q_proj"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    tokenizer.add_tokens([*MARKERS], special_tokens=True)
-    model.resize_token_embeddings(len(tokenizer))
+    model.resize_token_embeddings(V + 2)
     theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
     theirs.save_pretrained(tmp_path / "grown", save_embedding_layers=True)
-    tokenizer.save_pretrained(tmp_path / "grown")
+    (tmp_path / "grown/tokenizer.json").write_text(json.dumps(Bytes(MARKERS).hugging_face()))
     ours, vocabulary = load.load_model(tmp_path / "grown", "", "cpu")
     x = torch.arange(V + 2)[-50:][None]
     with torch.no_grad():
@@ -244,7 +243,7 @@ def test_a_folder_of_adapters_that_is_damaged_is_refused_in_a_line(tmp_path, cap
 
     first, name = min(tensors), "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert said(**{first: tensors[first][:1]}).count("expected (r, 64) and (64, r)") == 1
-    assert "has only A" in said(**{name.replace("q_proj", "v_proj"): tensors[name]})
+    assert "has only A" in said(**{name.replace("q_proj", "v_proj"): tensors[name].clone()})
     assert "holds values that are not finite" in said(**{name: tensors[name] * torch.nan})
     assert "is not a path here" in said({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
     assert "hf download meta-llama/Llama-3.2-1B" in said({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
@@ -252,6 +251,7 @@ def test_a_folder_of_adapters_that_is_damaged_is_refused_in_a_line(tmp_path, cap
     assert "lora_alpha is 0" in said({"lora_alpha": 0})
     assert "trainable_token_indices is None" in said(**{"base_model.model.lm_head.token_adapter.trainable_tokens_delta": torch.ones(2, 64)})
     assert "some_new_kind=3 is not supported" in said({"some_new_kind": 3})
+    config.write_text(json.dumps(good))
     os.remove(weights)
     assert "expected adapter_model.safetensors" in refused(capsys, load.read_model, folder)
 
@@ -281,7 +281,7 @@ def test_only_adapters_are_trained_and_the_base_is_stored_once(folder):
     said = (folder / "said").read_text()
     trained = 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 192)) + 2 * 64
     assert f"lora:  adapters of rank 4 and alpha 16 for all matrices of the blocks: {trained:,} trained parameters" in said
-    assert re.search(r"learning_rate=0.006; optimizer=adamw\n", said) and "frozen weights 0" in said or "frozen weights" in said
+    assert re.search(r"learning_rate=0.006; optimizer=adamw\n", said)
     assert re.search(r"checks: 10 passed", said) and "warning: check" not in said.replace("check loss", "")
     steps = checkpoint.steps(folder / "tuned")
     assert len(steps) == 3 and len({(step / "frozen.pt").stat().st_ino for step in steps}) == 1
@@ -315,14 +315,17 @@ def test_a_run_that_stops_and_is_resumed_is_the_uninterrupted_one(folder):
 
 
 def test_two_processes_train_as_one_does(folder):
-    """With an overfit, a batch of several passes, and dropout off: it is drawn in each process."""
-    args = [*TRAIN, "--init_from=q8.gguf", "--max_iters=4", "--dropout=0", "--checks=none"]
+    """From a base in 8 bits, with several passes a step and without dropout, which each process draws."""
+    args = [*TRAIN, "--init_from=q8.gguf", "--max_iters=4", "--dropout=0"]
     alone = train(folder, *args, "--out_dir=alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    both = ranks(folder, 2, *args, "--out_dir=both", "--warmup_iters=50", "--eval_interval=4", "--log_interval=4", "--learning_rate=0.006")
-    assert all(done.returncode == 0 for done in both), both
-    for out in ("alone", "both"):
-        assert [row["iter"] for row in rows(folder, out)] == [0, 4]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "WORLD_SIZE": 2}
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(lambda rank: train(folder, *args, "--out_dir=both", **where, RANK=rank, LOCAL_RANK=rank), range(2))]
+    assert all(done.returncode == 0 for done in both), "".join(done.stdout + done.stderr for done in both)
+    assert "checks: 10 passed" in both[0].stdout
     one, two = (rows(folder, out)[-1] for out in ("alone", "both"))
     assert one["loss/train"] == pytest.approx(two["loss/train"], rel=1e-5) and one["grad/norm"] == pytest.approx(two["grad/norm"], rel=1e-3)
 
@@ -337,13 +340,13 @@ def test_the_exported_file_is_merged_and_run_continues_as_sample_does(folder, ru
     for name in exported:
         assert far(exported[name], state[name].float()) < 1e-6
     length = len(vocabulary.encode_prompt(prompt)) + 30
-    theirs = run(run_bin, out / "model.gguf", "-t", "0", "-n", length, "-i", prompt)
+    theirs = run(run_bin, out / "model.gguf", "-t", "0", "-n", length, "-i", prompt).decode(errors="replace")
     assert theirs.strip().split("\n")[0] == ours.stdout.strip().split("\n")[0] and len(ours.stdout) > len(prompt)
 
 
 def test_a_base_in_8_bits_keeps_its_integers(folder):
     done = train(folder, *TRAIN, "--init_from=q8.gguf", "--out_dir=eight", "--max_iters=4", "--lora_targets=q_proj,w2")
-    assert done.returncode == 0 and "for wq, w2: " in done.stdout and "frozen in Q8_0" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "for wq,w2: " in done.stdout and "frozen in Q8_0" in done.stdout, done.stdout + done.stderr
     saved = checkpoint.load(checkpoint.newest(folder / "eight"))["model"]
     file = load.read_model(folder / "q8.gguf")[0]
     assert {name for name in saved if name.endswith(".q")} == {name.replace(".weight", ".q") for name in file.q8_0}
@@ -366,7 +369,7 @@ def test_it_trains_the_same_otherwise_computed(folder, more):
     done = train(folder, *TRAIN, "--init_from=base", "--out_dir=other" + more[0][2:6], "--max_iters=12", *more)
     assert done.returncode == 0, done.stdout + done.stderr
     found, expected = (rows(folder, out)[-1] for out in ("other" + more[0][2:6], "tuned"))
-    assert found["loss/val"] == pytest.approx(expected["loss/val"], abs=0.05 if "bfloat16" in more[0] else 1e-3)
+    assert found["loss/val"] == pytest.approx(expected["loss/val"], abs=0.05)  # the compiler draws other dropout
 
 
 def test_a_lora_is_tuned_again_and_evaluated_as_any_model(folder):
@@ -396,7 +399,7 @@ def test_adapters_of_a_run_without_are_refused(tmp_path, folder, capsys, monkeyp
     assert "holds no adapters" in refused(capsys, load.read_adapters, checkpoint_of_a_plain_run(tmp_path))
     steps = checkpoint.steps(folder / "tuned")
     saved = torch.load(steps[0] / "model.pt")
-    for values in {"rank": 0}, {"alpha": float("inf")}, {"targets": ["x"]}, {"rank": 5}, {"frozen_rows": 1}, {"quantized": ["norm"]}:
+    for values in {"rank": 0}, {"alpha": float("inf")}, {"targets": ["x"]}, {"rank": 5}, {"frozen_rows": 1}, {"quantized": ["output"]}:
         with pytest.raises((SystemExit, ValueError)):
             spec = lora.of_checkpoint(saved | {"lora": saved["lora"] | values})
             shapes = {name: tuple(w.shape) for name, w in checkpoint.load(steps[0])["model"].items()}

@@ -34,7 +34,7 @@ INITS = True, False, "gaussian", "orthogonal", "eva"
 # What follows "base_model.model." and the name of a module in the names of tensors
 LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 ROWS = re.compile(r"base_model\.model\.(.+)\.token_adapter\.trainable_tokens_delta")
-WHOLE = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)\.weight")
+WHOLE = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(?:\.base_layer)?\.weight")
 
 
 def is_adapter(folder):
@@ -107,7 +107,11 @@ def merged(folder, config, state, args):
     shapes = dict(ours.values())
     for name, parts in products.items():
         check_product(name, parts, shapes[name], path)
-    scale = partial(scale_of, getter(config, folder / CONFIG), config.get("use_rslora"))
+    alpha = getter(config, folder / CONFIG)("lora_alpha", float, 8.0)  # PEFT's default
+
+    def scale(rank):
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
     args = replace(args, vocab_size=new_vocab_size(args, rows, whole, path))
 
     def read(name):
@@ -145,11 +149,6 @@ def check_product(name, parts, shape, path):
     if len(a) != 2 or not a[0] or a[1] != shape[1] or b != (shape[0], a[0]):
         fail(f"{path}: the adapter of {name} {shape} has the shapes {a} and {b}, expected (r, "
              f"{shape[1]}) and ({shape[0]}, r)")
-
-
-def scale_of(get, is_rank_stabilized, rank):
-    """Return what multiplies B A in an adapter of this rank. get: getter of the config."""
-    return get("lora_alpha", float) / (math.sqrt(rank) if is_rank_stabilized else rank)
 
 
 def new_vocab_size(args, rows, whole, path):

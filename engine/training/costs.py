@@ -651,8 +651,8 @@ def show(config, args, setup):
         print(f"            {kind:<13}{count:>15,}  {count / total:4.0%}{per_block}")
     if setup.lora:
         trained = weights(args, setup.lora).trained
-        print(f"            {'trained':<13}{trained:>15,}  {trained / total:4.0%}, adapters of rank "
-              f"{setup.lora.rank}; all others are frozen")
+        print(f"            {'trained':<13}{trained:>15,}  {trained / total:4.0%}, in adapters of "
+              f"rank {setup.lora.rank}; all others are frozen")
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * steps * step_tokens:.3g} "
           f"in {steps:,} steps of {step_tokens:,} tokens")
     free = hardware.free_memory(setup.device)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from configurator import fail
 from engine.formats.layout import LAYER_TENSORS, tensors
 from engine.formats.reader import Tensors
-from model import RMSNorm, rope_table
+from model import rope_table
 
 # {last word of a matrix's name in model.py: in Hugging Face's}, of the matrices of a block
 TARGETS = {ours.split(".")[-1]: theirs.split(".")[-1]
@@ -33,6 +33,7 @@ TARGETS = {ours.split(".")[-1]: theirs.split(".")[-1]
 # Adapters are scaled by ALPHA / rank. The best learning rate is then about the same for ranks 2, 8
 # and 32; with the scale 2 for all of them it falls as the rank grows (doc/lab/lora.md).
 ALPHA = 16.0
+CACHED = 1 << 18  # numbers of a matrix that are dequantized at a time on a CPU
 
 
 class LoRA(NamedTuple):
@@ -91,8 +92,17 @@ def frozen(tensor):
 
 
 def dequantized(q, d, dtype):
-    """Return a Q8_0 matrix (R, C) in a dtype. q: (R, C) int8; d: (R, C / 32) float16."""
-    return (q.unflatten(-1, (-1, 32)) * d.float()[..., None]).flatten(-2).to(dtype)
+    """
+    Return a Q8_0 matrix (R, C) in a dtype. q: (R, C) int8; d: (R, C / 32) float16. The products are
+    float32; on a CPU they are computed for some rows at a time, which stay in its cache.
+    """
+    w = torch.empty(q.shape, dtype=dtype, device=q.device)
+    in_pieces = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    rows = max(1, CACHED // q.shape[1]) if in_pieces else len(q)
+    for part, integers, scales in zip(w.split(rows), q.split(rows), d.split(rows)):
+        blocks = integers.float().unflatten(-1, (-1, 32))
+        part.copy_(blocks.mul_(scales.float()[..., None]).flatten(-2))
+    return w
 
 
 class Q8Product(torch.autograd.Function):
@@ -196,7 +206,8 @@ class Embedding(Table):
         if self.q is None:
             x = F.embedding(known, self.weight).float()
         else:
-            x = dequantized(self.q[known], self.d[known], torch.float32)
+            rows = known.flatten()
+            x = dequantized(self.q[rows], self.d[rows], torch.float32).view(*tokens.shape, -1)
         if self.new_rows is None:
             return x
         new = F.embedding((tokens - self.frozen_rows).clamp(min=0), self.new_rows)
@@ -226,9 +237,7 @@ def build(args, lora, device):
     model = args.build("meta")
     for name, module in [*model.named_modules()]:
         is_quantized = name in lora.quantized
-        if isinstance(module, RMSNorm):
-            module.weight = frozen(torch.empty(module.weight.shape, device=device))
-        elif isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding):
             adapted = Embedding(module.weight.shape, lora, is_quantized, device)
             model.set_submodule(name, adapted)
         elif module is model.output:
@@ -240,6 +249,9 @@ def build(args, lora, device):
             has_bias = module.bias is not None
             adapted = Linear(module.weight.shape, lora, is_quantized, device, has_bias, rank)
             model.set_submodule(name, adapted)
+        else:  # norms
+            for kind, p in module.named_parameters(recurse=False):
+                setattr(module, kind, frozen(torch.empty(p.shape, device=device)))
     if args.tied:
         model.output.share(model.tok_embeddings)
     model.rope = rope_table(args).to(device)
