@@ -6,6 +6,7 @@ engine/training/load.py reads.
     python export.py out/my --dtype=q8_0         ... in 8 bits
     python export.py out/my --format=v2          out/my/model.bin and tokenizer.bin, for llama2.c
     python export.py out/my --format=hf          out/my/hf, a Hugging Face folder
+    python export.py out/my --format=peft        out/my/peft, the adapters of a LoRA, for PEFT
     python export.py model.gguf --dtype=q4_0 --path=small.gguf
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
     python export.py TinyLlama-1.1B --dtype=bf16                 a Hugging Face folder, or Meta's
@@ -59,13 +60,14 @@ from engine.formats.layout import (
     tensors,
 )
 from engine.training import checkpoint, run_folder
-from engine.training.load import read_model
+from engine.training.load import read_adapters, read_model
+from engine.training.lora import TARGETS
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED, prefixes_first
 
 out_dir = "out"    # what to export: a run's folder, a folder of runs (the newest), a checkpoint's
-                   # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
-format = "gguf"    # gguf; hf: a Hugging Face folder; llama2.c's v0: legacy float32, v1: float32,
-                   # v2: int8 in groups
+                   # folder, a Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
+format = "gguf"    # gguf; hf: a Hugging Face folder; peft: the adapters of a LoRA alone, as PEFT's
+                   # folder; llama2.c's v0: legacy float32, v1: float32, v2: int8 in groups
 dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0;
                    # in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
@@ -422,22 +424,22 @@ def write_llama2c(f, state, args, version, group_size):
 
 # ---- Hugging Face
 
-def write_safetensors(f, state, args, dtype):
+def write_safetensors(f, shapes, read, dtype):
     """
-    Write the tensors under Hugging Face's names to an open file: a uint64 length, a JSON header of
-    that length, the data. The safetensors library would need all tensors in memory at once.
+    Write tensors to an open file: a uint64 length, a JSON header of that length, the data. shapes:
+    {name: shape}; read: returns the tensor of a name. The safetensors library would need all
+    tensors in memory at once.
     """
     header, offset = {"__metadata__": {"format": "pt"} | MADE_BY}, 0
-    for _, _, name, shape in tensors(args):
+    for name, shape in shapes.items():
         end = offset + math.prod(shape) * TYPES[dtype].size
         header[name] = {"dtype": dtype.upper(), "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * padding_to(len(text), 8)
     f.write(struct.pack("<Q", len(text)) + text)
-    for name, *_ in tensors(args):
-        w = interleaved_to_halves(state[name], heads_in(name, args))
-        f.writelines(encoded(name, w, dtype))
+    for name in shapes:
+        f.writelines(encoded(name, read(name), dtype))
 
 
 def hf_config(args, vocabulary, dtype):
@@ -508,18 +510,42 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
     folder = Path(path)
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
+    ours, shapes = {}, {}  # by Hugging Face's name of the tensor
+    for name, _, theirs, shape in tensors(args):
+        ours[theirs], shapes[theirs] = name, shape
+
+    def read(theirs):
+        return interleaved_to_halves(state[ours[theirs]], heads_in(ours[theirs], args))
+
+    def write_weights(f):
+        write_safetensors(f, shapes, read, dtype)
+
+    configs = {"config": hf_config(args, vocabulary, dtype)}
+    configs |= tokenizer_configs(args, vocabulary, extra)
+    write_folder(folder / "model.safetensors", write_weights, configs, vocabulary)
+
+
+def tokenizer_configs(args, vocabulary, extra):
+    """Return {name: content} of the .json files of a Hugging Face folder about its tokens."""
+    return {
+        "generation_config": hf_generation_config(args, vocabulary, extra),
+        "tokenizer_config": hf_tokenizer_config(args, vocabulary, extra),
+        "tokenizer": vocabulary.hugging_face(),
+    }
+
+
+def write_folder(weights, write_weights, configs, vocabulary):
+    """
+    Write the files of a Hugging Face or PEFT folder, all or none. weights: path of the file that
+    write_weights(open file) writes; configs: {name: content} of the .json files beside it.
+    """
+    folder = weights.parent
     folder.mkdir(exist_ok=True)
     had_our_vocabulary = is_vocabulary_of_ours(folder)
     with replacing_all() as writing:
-        with writing(folder / "model.safetensors") as f:
-            write_safetensors(f, state, args, dtype)
-        contents = {
-            "config": hf_config(args, vocabulary, dtype),
-            "generation_config": hf_generation_config(args, vocabulary, extra),
-            "tokenizer_config": hf_tokenizer_config(args, vocabulary, extra),
-            "tokenizer": vocabulary.hugging_face(),
-        }
-        for name, content in contents.items():
+        with writing(weights) as f:
+            write_weights(f)
+        for name, content in configs.items():
             with writing(folder / f"{name}.json") as f:
                 f.write(json.dumps(content, indent=1).encode())
         if vocabulary.kind == "sentencepiece":
@@ -530,12 +556,72 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
         (folder / "tokenizer.model").unlink(missing_ok=True)
 
 
+# ---- PEFT
+
+def peft_config(state, args, lora, base):
+    """Return the content of adapter_config.json. base: path of the model that is adapted."""
+    rows = None
+    if "tok_embeddings.new_rows" in state:
+        new = [*range(lora.frozen_rows, args.vocab_size)]
+        rows = new if args.tied else {"embed_tokens": new, "lm_head": new}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [TARGETS[name] for name in lora.targets],
+        # Only the rows of new tokens, where modules_to_save would hold whole embeddings. PEFT reads
+        # them for a base model that has been resized to the tokenizer, as AutoPeftModel does.
+        "trainable_token_indices": rows,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def write_peft(path, adapters, args, vocabulary, extra):
+    """
+    Write a folder that PEFT loads: adapter_config.json, adapter_model.safetensors and, since new
+    tokens are part of the adapter, the tokenizer. adapters: what load.read_adapters returns; extra:
+    as for write_hf.
+    """
+    state, lora, base = adapters
+    for line in differences(vocabulary, "hf"):
+        print(line)
+    found = {}  # {PEFT's name: tensor}
+    for name, _, theirs, _ in tensors(args):
+        ours = name.removesuffix(".weight")
+        theirs = "base_model.model." + theirs.removesuffix(".weight")
+        if f"{ours}.lora_A" in state:
+            found[f"{theirs}.lora_A.weight"] = state[f"{ours}.lora_A"]
+            found[f"{theirs}.lora_B.weight"] = interleaved_to_halves(state[f"{ours}.lora_B"],
+                                                                     heads_in(name, args))
+        if f"{ours}.new_rows" in state:
+            found[f"{theirs}.token_adapter.trainable_tokens_delta"] = state[f"{ours}.new_rows"]
+
+    def write_weights(f):
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        write_safetensors(f, shapes, found.get, "f32")
+
+    configs = {"adapter_config": peft_config(state, args, lora, base)}
+    configs |= tokenizer_configs(args, vocabulary, extra)
+    write_folder(Path(path) / "adapter_model.safetensors", write_weights, configs, vocabulary)
+    if checkpoint.is_own(base) or not (Path(base) / "config.json").exists():
+        print(f"PEFT adds the adapter to {base} as a Hugging Face folder: python export.py {base} "
+              "--format=hf writes it")
+
+
 # ---- any format
 
 # The values of --dtype that each format accepts. v2 is always int8: it accepts only --dtype's
 # default, f32, which has no effect on it.
 FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
-           "v2": ("f32",)}
+           "v2": ("f32",), "peft": ("f32",)}
 
 
 def differences(vocabulary, format):
@@ -619,8 +705,10 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
 
 # ---- the command
 
-HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json",
-            "tokenizer.json", "tokenizer.model")
+TOKENIZER_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json",
+                   "tokenizer.model")
+HF_FILES = ("model.safetensors", "config.json", *TOKENIZER_FILES)
+PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json", *TOKENIZER_FILES)
 
 
 def is_bin_of_run(path, args):
@@ -641,8 +729,9 @@ def refuse_foreign(target, format, args, vocabulary):
     # {file that the export writes: function that returns whether it is an earlier export}
     if format == "gguf":
         checks = {target: is_gguf_of_ours}
-    elif format == "hf":
-        checks = {target / name: lambda path: is_folder_of_ours(target) for name in HF_FILES}
+    elif format in ("hf", "peft"):
+        names = HF_FILES if format == "hf" else PEFT_FILES
+        checks = {target / name: lambda path: is_folder_of_ours(target) for name in names}
         checks[target / "tokenizer.model"] = lambda path: is_vocabulary_of_ours(target)
     else:
         checks = {target: lambda path: is_bin_of_run(path, args)}
@@ -658,20 +747,25 @@ def main():
     """Export the model that --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
     source = Path(origin)
-    name = {"gguf": "model.gguf", "hf": "hf"}.get(format, "model.bin")
+    name = {"gguf": "model.gguf", "hf": "hf", "peft": "peft"}.get(format, "model.bin")
     target = Path(path or source / name)
     if not path and not source.is_dir():  # beside stories15M.bin: stories15M.gguf, or the folder hf
         target = source.with_name(name.replace("model", source.stem))
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
     state, args, vocabulary, extra = read_model(origin, tokenizer)
+    adapters = read_adapters(origin) if format == "peft" else None
     resolved = source.resolve()
     # A folder's name may have a dot, such as Qwen2.5-0.5B.
     model_name = resolved.stem if source.is_file() else resolved.name
     try:
         if format in FORMATS:  # export_model reports other formats
             refuse_foreign(target, format, args, vocabulary)
-        export_model(state, args, vocabulary, target, format, dtype, group_size, model_name, extra)
+        if adapters:
+            write_peft(target, adapters, args, vocabulary, extra)
+        else:
+            export_model(state, args, vocabulary, target, format, dtype, group_size, model_name,
+                         extra)
     except OSError as e:
         fail(f"{target}: cannot be written ({e.strerror or e}); no file was replaced")
     print(f"wrote {target}")

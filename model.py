@@ -223,6 +223,9 @@ class Transformer(nn.Module):
     # rest in backward. The blocks then neither read nor fill a key/value cache.
     recompute = False
 
+    # engine/training/lora.py: what is frozen and what is trained. None: all weights are trained.
+    lora = None
+
     def __init__(self, args):
         super().__init__()
         self.args = args

@@ -15,7 +15,7 @@ import torch
 
 from configurator import fail
 from engine.spans import spanned
-from engine.training import distributed, hardware
+from engine.training import distributed, hardware, lora
 
 
 def orthogonalize(g, dtype=torch.float32, steps=5):
@@ -371,13 +371,14 @@ def parameter_groups(model, config):
     """
     Return {kind: parameter group for torch.optim} of the kinds that the model has: "tables"
     (embedding and lm_head), "vectors" (norms and biases, which get no weight decay), "matrices"
-    (of the blocks) and "others" (of more dimensions: stacked experts, convolutions).
+    (of the blocks) and "others" (of more dimensions: stacked experts, convolutions). The frozen
+    weights of a LoRA are left out.
     """
     groups = {kind: {"params": [], "lr_scale": 1.0, "weight_decay": config.weight_decay}
               for kind in ("tables", "vectors", "matrices", "others")}
     groups["tables"]["lr_scale"] = config.embedding_lr_scale
     groups["vectors"]["weight_decay"] = 0.0
-    for name, p in model.named_parameters():
+    for name, p in lora.split(model)[0].items():
         if p.dim() > 2:
             kind = "others"
         elif p.dim() < 2:

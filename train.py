@@ -38,8 +38,8 @@ from engine.streams import outlast
 from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
-from engine.training import (checkpoint, costs, distributed, hardware, load, mode, plan, progress,
-                             resume, run_folder, supervisor)
+from engine.training import (checkpoint, costs, distributed, hardware, load, lora, mode, plan,
+                             progress, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.signals import Signals
@@ -125,6 +125,12 @@ document_mask = True        # attention sees only its own document; False is fas
 tie_embeddings = True       # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 qkv_bias = False            # biases for queries, keys and values, as in Qwen2
+lora_rank = 0               # freeze the weights of init_from and train LoRA adapters of this rank
+                            # beside its matrices, with alpha 16, and AdamW unless optimizer is
+                            # given; 0: train all weights
+lora_targets = "all"        # matrices with an adapter: all of the blocks, or some of wq,wk,wv,wo,
+                            # w1,w2,w3, also as q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,
+                            # up_proj
 # ---- optimization
 batch_size = 6              # sequences per forward pass; 0: the most that fit into memory
 gradient_accumulation_steps = 1  # forward passes per step, over all processes: a step has
@@ -297,9 +303,10 @@ def save(t, writer, metric, unlogged=()):
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
-        # named_parameters() lists a shared parameter once. Shards are copied: FSDP may free the
-        # storage that they refer to while the writer reads it.
-        weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
+        # A shared parameter is listed once. Shards are copied: FSDP may free the storage that they
+        # refer to while the writer reads it.
+        trained, frozen = lora.split(t.model)
+        weights = checkpoint.snapshot(trained, copy=sharded)
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
     except (MemoryError, RuntimeError) as e:  # a GPU's weights don't fit into the host's memory
         if sharded or not checkpoint.is_retryable(e):
@@ -311,12 +318,14 @@ def save(t, writer, metric, unlogged=()):
 
     def work():
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
+        model |= lora.stored(t.model.lora)
         tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
-        contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric)
+        contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric, frozen)
         # keep_claim: if out_dir was deleted meanwhile, claim it for this process again.
         folder = checkpoint.save(out_dir, contents, keep_last, claim=run_folder.keep_claim)
         if step == best and t.exports and distributed.master:
-            whole = checkpoint.load(folder)["model"] if sharded else weights
+            whole = checkpoint.load(folder)["model"] if sharded else weights | frozen
+            whole = lora.merged(whole, t.model.lora)
             path = Path(out_dir, "model.gguf")
             export_model(whole, t.args, t.dataset.tokenizer, path, extra={ITER: step} | extra)
 
@@ -341,6 +350,7 @@ def conclude(t, tracker, row):
     # A sharded model's whole weights are read from its checkpoint.
     newest = checkpoint.newest(out_dir) if distributed.is_sharded(t.model) else None
     weights = checkpoint.load(newest)["model"] if newest else t.model.state_dict()
+    weights = lora.merged(weights, t.model.lora)
     extra = {ITER: step} | state["chat"]
     origin = {"tokenizer": str(t.dataset.folder / t.dataset.meta["tokenizer"]),
               "dataset": t.dataset.meta["fingerprint"]}
@@ -383,6 +393,7 @@ def check_export(args, model, tokenizer, chat):
     refuse_unexportable(args, tokenizer, {ITER: max_iters} | chat)
     is_sharded = distributed.is_sharded(model)
     weights = dict(model.named_parameters()) if is_sharded else model.state_dict()
+    weights = lora.merged(weights, model.lora)
     unnamed = unnamed_parameters(weights, args)
     if unnamed and resume.leaves_out(checks, "export"):
         say(f"warning: no model file has a name for {unnamed[0]}: this training writes "
@@ -411,13 +422,13 @@ def main(config, steps=math.inf):
     dataset = Dataset.of(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
                          distributed.world, pinned=device.type == "cuda")
     if not eval_only:
-        costs.refuse_too_large(config, args, device, setup.amp_dtype)
+        costs.refuse_too_large(config, args, setup)
         begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
         estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
     # ---- model and optimizer ---------------------------------------------------------------------
     torch.manual_seed(seed)
-    model = args.build().to(device)
+    model = lora.build(args, setup.lora, device)
     model.bos_id = dataset.separator if document_mask else None
     model.recompute = activation_checkpointing
     if fsdp and distributed.world > 1:
@@ -431,9 +442,9 @@ def main(config, steps=math.inf):
         state |= resume.restore(config, found.start, state["fixed"], opt, is_forced)
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
-        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming,
-                                        grows=bool(dataset.masks) and not found.resuming,
-                                        noise=0.0 if found.resuming else embedding_noise)
+        state["chat"] = load.start_from(model, found.start, found.resuming,
+                                        check=eval_only or not found.resuming,
+                                        grows=bool(dataset.masks), noise=embedding_noise)
     state["chat"] |= load.chat_metadata(found.prepared)
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)

@@ -308,7 +308,10 @@ def cross_entropy(x, lm_head, targets):
     use_plain = x.is_cuda if torch.compiler.is_compiling() else plain.get()
     if use_plain or not is_product(lm_head):
         return cross_entropy_plain(x, lm_head, targets)
-    return CrossEntropy.apply(x, lm_head.weight, targets, compute_dtype(x), torch.is_grad_enabled())
+    dtype = compute_dtype(x)
+    is_frozen = hasattr(lm_head, "rows")
+    weight, new_rows = lm_head.rows(dtype) if is_frozen else (lm_head.weight, None)
+    return CrossEntropy.apply(x, weight, new_rows, targets, dtype, torch.is_grad_enabled())
 
 
 def cross_entropy_plain(x, lm_head, targets):
@@ -318,8 +321,14 @@ def cross_entropy_plain(x, lm_head, targets):
 
 
 def is_product(linear):
-    """Return whether a call of this module computes x W^T only: an nn.Linear, no bias, no hooks."""
-    if type(linear) is not torch.nn.Linear or linear.bias is not None or "forward" in vars(linear):
+    """
+    Return whether a call of this module computes x W^T only: an nn.Linear without bias, or LoRA's
+    frozen classifier, and no hooks.
+    """
+    if type(linear) is torch.nn.Linear:
+        if linear.bias is not None or "forward" in vars(linear):
+            return False
+    elif not hasattr(linear, "rows"):
         return False
     return not any((linear._forward_hooks, linear._forward_pre_hooks,
                     linear._backward_hooks, linear._backward_pre_hooks))
@@ -334,20 +343,26 @@ class CrossEntropy(torch.autograd.Function):
     PIECE, GPU_PIECE = 1 << 24, 1 << 27  # max number of logits at once, on CPU and on GPU
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, needs_grad):
+    def forward(ctx, x, weight, new_rows, targets, dtype, needs_grad):
         """
-        x: (N, D); weight: (V, D); targets: (N,). dtype: of the matrix products; softmax and sums
-        are float32. needs_grad: whether to compute gradients, too; the caller decides, as
-        ctx.needs_input_grad is True even under no_grad.
+        x: (N, D); weight: (V, D); targets: (N,). new_rows: (n, D) of the vocabulary's last n
+        tokens, which weight (V - n, D) then lacks, or None. dtype: of the matrix products; softmax
+        and sums are float32. needs_grad: whether to compute gradients, too; the caller decides, as
+        ctx.needs_input_grad is True even under no_grad. A frozen weight gets no gradient.
         """
         w = weight.to(dtype)
+        if new_rows is not None:
+            w = torch.cat((w, new_rows.to(dtype)))
+        trained = weight if new_rows is None else new_rows
+        is_trained = needs_grad and trained.requires_grad
         max_logits = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
         pieces = math.ceil(len(x) * len(w) / max_logits)
         rows = math.ceil(len(x) / pieces)
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
-        # Without gradients, dx and dw are never written: x and weight fill their places.
-        dx, dw = (torch.empty_like(t) if needs_grad else t for t in (x, weight))
+        # Without gradients, dx is never written: x fills its place.
+        dx = torch.empty_like(x) if needs_grad else x
+        dw = torch.empty_like(trained) if is_trained else None
         parts = zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))
         for i, (h, target, dh) in enumerate(parts):  # (rows, D), (rows, 1), (rows, D)
             z = buffer[:len(h)]  # logits, then their softmax, then their gradients
@@ -362,17 +377,21 @@ class CrossEntropy(torch.autograd.Function):
                 with span("backward"):
                     dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
                     into(dh, dz, w).mul_(counted)
-                    into(dw, dz.mT, h * counted, add=i > 0)
+                    if is_trained:
+                        into(dw, dz[:, -len(dw):].mT, h * counted, add=i > 0)
         n = (targets >= 0).sum().clamp(min=1)
         if needs_grad:
             ctx.save_for_backward(dx, dw, n)
+            ctx.has_new_rows = new_rows is not None
         return total / n
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         dx, dw, n = ctx.saved_tensors
-        return dx.mul_(grad / n), dw.mul_(grad / n), None, None, None
+        dw = dw.mul_(grad / n) if dw is not None else None
+        of_weights = (None, dw) if ctx.has_new_rows else (dw, None)
+        return dx.mul_(grad / n), *of_weights, None, None, None
 
 
 def into(out, a, b, add=False):

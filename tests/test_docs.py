@@ -39,9 +39,9 @@ NOT_RUN = {  # commands of which this is true are only read
     r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
 }
 PROGRAMS = r"(python|make|torchrun|srun|for|cat|train|source|wandb|git|pip|\.venv/|\./)[ /(a-z]"
-FILES = ("my.txt", "input.txt", "file.txt", "wikitext2_valid.txt", "wikitext2_test.txt")  # what a reader has or gets
+FILES = ("my.txt", "en1m.txt", "input.txt", "file.txt", "wikitext2_valid.txt", "wikitext2_test.txt")  # what a reader has or gets
 STUBS = {
-    "make": 'case $1 in demo|run|lib) exec {make} "$@";; esac; exec {make} -n "$@" > /dev/null',
+    "make": 'case $1 in demo|chat|run|lib) exec {make} "$@";; esac; exec {make} -n "$@" > /dev/null',
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NNODES=2 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=one,two exec "$@"',
     "scontrol": '[[ "$*" == "show hostnames one,two" ]] && printf "one\\ntwo\\n"',
     "torchrun": 'exec python -m torch.distributed.run "$@"',

@@ -119,7 +119,7 @@ def test_cross_entropy_and_its_mask(written, monkeypatch):
 
     def op(x, w):
         if written:
-            return ops.CrossEntropy.apply(x, w, targets, torch.float32, True)
+            return ops.CrossEntropy.apply(x, w, None, targets, torch.float32, True)
         return ops.cross_entropy_plain(x @ w.T, torch.nn.Identity(), targets)
 
     def twin(x, w):

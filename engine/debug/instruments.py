@@ -134,7 +134,7 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
         with amp:
             loss = model(xb, yb)[1]
         (loss * 1024).backward()  # keeps float16 from underflowing; the ratio below cancels it
-        grads = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
         small += sum(g.square().sum() for g in grads) / n
         total = grads if total is None else torch._foreach_add(total, grads)
         for p in model.parameters():

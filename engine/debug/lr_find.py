@@ -8,7 +8,7 @@ import math
 import torch
 
 from engine.debug.trial import trial_steps
-from engine.training import distributed
+from engine.training import distributed, lora
 from engine.training.distributed import say
 from engine.training.mode import artifact
 from optim import learning_rate_at
@@ -31,7 +31,7 @@ def lr_find(t, train_step):
     the suggested range. Restore weights, optimizer and random numbers at the end.
     """
     take, config, model, opt = trial_steps(t, train_step), t.config, t.model, t.opt
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in lora.split(model)[0].items()}
 
     def try_rate(rate):
         reset(model, opt, weights)
@@ -55,7 +55,7 @@ def lr_find(t, train_step):
 def reset(model, opt, weights):
     """Restore the weights, {name: tensor}, and the state of an optimizer before its first step."""
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in lora.split(model)[0].items():
             p.copy_(weights[name])
     for optimizer in opt.optimizers:
         optimizer.state.clear()

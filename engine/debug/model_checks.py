@@ -16,7 +16,7 @@ import torch
 
 from engine.debug.activations import block_outputs, capture
 from engine.debug.data_checks import Bug, Skip, Suspicion
-from engine.training import checkpoint, distributed
+from engine.training import checkpoint, distributed, lora
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,18 +124,19 @@ def attention(ctx):
     T = min(ctx.config.max_seq_len, 6)
     for i in sorted({0, ctx.args.n_layers - 1}):
         module = copy.deepcopy(ctx.model.layers[i].attention).cpu().float().eval()
+        weights = lora.merged(module.state_dict(), ctx.model.lora)
         x = torch.randn(1, T, ctx.args.dim)
-        q, k = (x @ linear.weight.detach().T for linear in (module.wq, module.wk))
+        q, k = (x @ weights[name].T for name in ("wq.weight", "wk.weight"))
         # Scale x so that the scores have a standard deviation of 2: the scores of fresh weights are
         # too small to show errors.
         x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()
         with torch.no_grad():
             ours = module(x, ctx.model.rope[:T].cpu())[0].double().numpy()
-        gap = difference(ours, plain_attention(module, x[0], ctx.args))
+        gap = difference(ours, plain_attention(weights, x[0], ctx.args))
         if gap < 1e-3:
             continue
         found = f"attention of layers.{i} differs from the formula by {gap:.2g}"
-        if difference(ours, plain_attention(module, x[0], ctx.args, halves=True)) < 1e-3:
+        if difference(ours, plain_attention(weights, x[0], ctx.args, halves=True)) < 1e-3:
             raise Bug(f"{found}: it rotates the pairs (i, i + Q/2), but model files and ./run have "
                       f"(2i, 2i + 1); look at ops.rotate")
         raise Bug(f"{found}, so model.gguf will not compute what is trained; look at its "
@@ -147,12 +148,13 @@ def difference(a, b):
     return float(np.abs(a - b).max() / (np.abs(b).max() + 1e-12))
 
 
-def plain_attention(module, x, args, halves=False):
+def plain_attention(weights, x, args, halves=False):
     """
     Return the output (T, D) of attention on x (T, D), by loops over heads, positions and pairs in
-    float64; shares no code with model.py. halves: rotate the pairs (i, i + Q/2), not (2i, 2i + 1).
+    float64; shares no code with model.py. weights: {name: tensor} of an Attention. halves: rotate
+    the pairs (i, i + Q/2), not (2i, 2i + 1).
     """
-    weights = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
+    weights = {name: w.double().numpy() for name, w in weights.items()}
     T, Q, x = len(x), args.head_dim, x.double().numpy()
     out = np.zeros((T, args.n_heads * Q))
 
@@ -246,21 +248,24 @@ def set_deterministic_mode(ctx):
 
 def gradients(ctx):
     """
-    Find frozen layers, detached gradients and parameters without an optimizer: each parameter must
-    get a finite gradient other than zero. Random tokens replace the batch: if all its tokens were
-    equal, all values would be too, and the queries and keys would have the gradient zero.
+    Find frozen layers, detached gradients and parameters without an optimizer: each parameter, of a
+    LoRA each trained one, must get a finite gradient other than zero. Random tokens replace the
+    batch: if all its tokens were equal, all values would be too, and the queries and keys would
+    have the gradient zero.
     """
     set_deterministic_mode(ctx)
     x, y = random_tokens(ctx)
-    with capture({"embedding": ctx.model.tok_embeddings}) as calls, ctx.amp:
-        value = ctx.model(x, y)[1]
-    _, embedded = calls["embedding"]
-    if embedded.requires_grad:
-        embedded.retain_grad()
-    if value.requires_grad:
-        (value * ctx.scale.factor).backward()
+    parameters, _ = lora.split(ctx.model)
+    with restored(ctx.model) if ctx.model.lora else contextlib.nullcontext():
+        fill_adapters(parameters)
+        with capture({"embedding": ctx.model.tok_embeddings}) as calls, ctx.amp:
+            value = ctx.model(x, y)[1]
+        _, embedded = calls["embedding"]
+        if embedded.requires_grad:
+            embedded.retain_grad()
+        if value.requires_grad:
+            (value * ctx.scale.factor).backward()
     trained = {p for group in ctx.opt.param_groups for p in group["params"]}
-    parameters = dict(ctx.model.named_parameters())
     # Compute every norm before the first Bug: each process must take part in each `unshard`.
     sizes = {name: distributed.unshard(p.grad.norm()).item()
              for name, p in parameters.items() if p.grad is not None}
@@ -281,9 +286,19 @@ def gradients(ctx):
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
     # If the embedding and the classifier are tied, their weight gets a gradient from the classifier
-    # even if the output of the embedding is detached.
-    if not ctx.sharded and (embedded.grad is None or not embedded.grad.norm()):
+    # even if the output of the embedding is detached. A LoRA's embedding may be frozen.
+    is_reached = embedded.grad is not None and embedded.grad.norm() > 0
+    if not ctx.sharded and not ctx.model.lora and not is_reached:
         raise Bug("the output of tok_embeddings gets no gradient: after it something is detached")
+
+
+@torch.no_grad()
+def fill_adapters(parameters):
+    """Fill the B of adapters, which start as zeros: with them, the gradient of A is zero."""
+    generator = torch.Generator().manual_seed(0)
+    for name, p in parameters.items():
+        if name.endswith("lora_B"):
+            p.copy_(0.02 * torch.randn(p.shape, generator=generator))
 
 
 def random_tokens(ctx):
@@ -292,6 +307,7 @@ def random_tokens(ctx):
     shape = 2, max(2, TOKENS // T), T
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ctx.args.vocab_size, shape, generator=generator)
+    tokens[0, 0, 0] = ctx.args.vocab_size - 1  # of a LoRA, the last rows may be trained
     return distributed.to_device(ctx.device, *tokens)
 
 
@@ -369,8 +385,9 @@ def rate(ctx):
         for step in range(TRIAL_STEPS):
             losses.append(ctx.step(step, model, opt)[0].item())
             if step == 0:
+                # B of an adapter starts as zeros, so it has no relative change.
                 changes = [((p - old).norm() / old.norm()).item()
-                           for p, old in before.items() if p.dim() == 2]
+                           for p, old in before.items() if p.dim() == 2 and old.any()]
     change = float(np.median(changes))
     setting = f"at learning_rate={config.learning_rate:g}"
     advice = "it is too high, try a tenth or a hundredth"
@@ -386,8 +403,8 @@ def rate(ctx):
 
 @contextlib.contextmanager
 def restored(model):
-    """Yield {parameter: a copy of it}, and copy them back at the end."""
-    before = {p: p.detach().clone() for p in model.parameters()}
+    """Yield {trained parameter: a copy of it}, and copy them back at the end."""
+    before = {p: p.detach().clone() for p in lora.split(model)[0].values()}
     try:
         yield before
     finally:
@@ -399,7 +416,9 @@ def restored(model):
 
 def saved(ctx):
     """Find an incomplete checkpoint: a model loaded from it must compute the same logits."""
-    if ctx.sharded:
+    # The first checkpoint and export of a LoRA hold only what it starts from, and a second copy of
+    # that may not fit into memory.
+    if ctx.sharded or ctx.model.lora:
         raise Skip
     tokens = ctx.document(min(ctx.config.max_seq_len, 32))
     with tempfile.TemporaryDirectory(prefix="llamac-") as folder:
@@ -420,7 +439,7 @@ def saved(ctx):
 
 def run(ctx):
     """Find a wrong export: ./run must compute the model's own logits from model.gguf."""
-    if ctx.sharded or not ctx.t.exports or not is_built():
+    if ctx.sharded or ctx.model.lora or not ctx.t.exports or not is_built():
         raise Skip
     prompt, tokenizer = ctx.config.sample_prompt.split("|")[0], ctx.dataset.tokenizer
     ids = tokenizer.encode_prompt(prompt)[:ctx.config.max_seq_len]

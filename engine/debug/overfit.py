@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import torch
 
 from engine.debug.trial import trial_steps
-from engine.training import distributed
+from engine.training import distributed, lora
 from engine.training.distributed import say
 
 MARGIN = 0.05      # the test passes at this many nats above the lowest possible loss,
@@ -26,7 +26,8 @@ def overfit(t, train_step):
     x, y = global_batch(t.dataset)
     lowest = {context: memorized_loss(x, y, model.bos_id, context) for context in (0, 1, None)}
     goal = lowest[None] + MARGIN
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained, _ = lora.split(model)
+    before = {name: p.detach().clone() for name, p in trained.items()}
     p_before = target_probability(t)
     say(f"overfit: {len(x)} window{'s' * (len(x) > 1)} of {x.shape[1]} tokens, the same at every "
         f"step, without dropout, at learning_rate={rate}; a model that has memorized them has a "
@@ -42,10 +43,12 @@ def overfit(t, train_step):
         if losses[-1] <= goal or not math.isfinite(losses[-1]):
             break
     p_after = target_probability(t)
-    unchanged = [name for name, p in model.named_parameters() if not differs(p, before[name])]
+    unchanged = [name for name, p in trained.items() if not differs(p, before[name])]
     result = (f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability "
               f"{p_before:.4f} -> {p_after:.4f}")
     note = f"; {listed(unchanged)} never changed" if unchanged else ""
+    if model.lora:
+        note += "; of a LoRA, tokens that the frozen model has never seen can't be learned"
     # The mean of p is at least exp(mean of ln p): less means a loss of other targets than y.
     if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
         say(f"PASS: {result}{note}")

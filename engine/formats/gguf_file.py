@@ -9,9 +9,10 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from configurator import fail
-from engine.formats import rope
+from engine.formats import quant, rope
 from engine.formats.layout import (
     ALIGNMENT,
     CHECKSUM,
@@ -26,7 +27,7 @@ from engine.formats.layout import (
     padding_to,
     tensors,
 )
-from engine.formats.reader import Reader, Tensors, checked, getter
+from engine.formats.reader import Reader, Tensors, checked, getter, plausible
 from engine.untrusted import reading
 from model import ModelArgs
 
@@ -73,11 +74,11 @@ def read_gguf(path):
         if list_matches and CHECKSUM in metadata and metadata[CHECKSUM] != r.sha256():
             r.fail("damaged: its tensors are not those exported, their checksum differs")
         halves = metadata["general.architecture"] != "llama"
-        readers = tensor_readers(r, infos, args, alignment, halves)
+        readers, q8_0 = tensor_readers(r, infos, args, alignment, halves)
         if ROPE_FACTORS in readers:
             stored = readers.pop(ROPE_FACTORS)().numpy()
             args.rope_factors = rope.factors(stored * np.array(args.rope_factors or (1.0,)))
-        return Tensors(readers, path), checked(args, path), metadata
+        return Tensors(readers, path, q8_0), checked(args, path), metadata
 
 
 def read_header(r):
@@ -241,11 +242,12 @@ def find_type(r, name, number):
 def tensor_readers(r, infos, args, alignment, halves):
     """
     Return {name in model.py: function that reads the tensor} for the listed tensors, whose data
-    begins at the Reader's position. Exit with a message if the offsets are not those of adjacent,
-    aligned tensors. halves: whether the rows of each head are in Hugging Face's order, and have to
-    be brought into model.py's (see halves_to_interleaved).
+    begins at the Reader's position, and {name: function that reads the blocks} for those in Q8_0.
+    Exit with a message if the offsets are not those of adjacent, aligned tensors. halves: whether
+    the rows of each head are in Hugging Face's order, and have to be brought into model.py's (see
+    halves_to_interleaved).
     """
-    start, readers = r.at, {}
+    start, readers, q8_0 = r.at, {}, {}
     names = {gguf_name: ours for ours, gguf_name, _, _ in tensors(args)}
     names[ROPE_FACTORS] = ROPE_FACTORS
     for gguf_name, shape, number, offset in infos:
@@ -257,8 +259,10 @@ def tensor_readers(r, infos, args, alignment, halves):
         place = r.skip(math.prod(shape) // kind.block * kind.size)
         heads = heads_in(name, args) if halves else 0
         readers[name] = partial(read_tensor, r, gguf_name, kind, place, shape, heads)
+        if kind is TYPES["q8_0"] and len(shape) == 2:
+            q8_0[name] = partial(read_q8_0, r, gguf_name, place, shape, heads)
     r.end(padding_to(r.at - start, alignment))
-    return readers
+    return readers, q8_0
 
 
 @np.errstate(all="ignore")  # Reader.weights refuses NaN and infinity
@@ -266,3 +270,13 @@ def read_tensor(r, name, kind, place, shape, heads):
     """Return one tensor in float32, with the rows of heads in model.py's order."""
     w = r.weights(name, kind.decode(r.bytes_at(*place)), shape)
     return halves_to_interleaved(w, heads)
+
+
+@np.errstate(all="ignore")
+def read_q8_0(r, name, place, shape, heads):
+    """Return the int8 values (R, C) and the float16 scales (R, C / 32) of a matrix in Q8_0."""
+    blocks = r.bytes_at(*place).view(quant.Q8_0)
+    q = torch.from_numpy(blocks["q"].reshape(shape))
+    d = torch.from_numpy(blocks["d"].reshape(shape[0], -1))
+    return (halves_to_interleaved(q, heads),
+            halves_to_interleaved(plausible(name, d, r.path), heads))

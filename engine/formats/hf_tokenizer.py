@@ -62,13 +62,13 @@ def printable(value):
 
 
 def is_folder_of_ours(folder):
-    """Return whether export.py wrote the weights of a Hugging Face folder."""
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        return False
-    with open_untrusted(path) as file:
-        head = file.read(4096)  # the header begins with MADE_BY
-    return json.dumps(MADE_BY)[1:-1].encode() in head
+    """Return whether export.py wrote the weights of a Hugging Face or PEFT folder."""
+    for path in (folder / "model.safetensors", folder / "adapter_model.safetensors"):
+        if path.is_file():
+            with open_untrusted(path) as file:
+                head = file.read(4096)  # the header begins with MADE_BY
+            return json.dumps(MADE_BY)[1:-1].encode() in head
+    return False
 
 
 def is_vocabulary_of_ours(folder):

@@ -227,10 +227,6 @@ def hf_tensors(folder, args):
     Return the Tensors of a Hugging Face folder. Exit with a message unless their names, shapes and
     types are those of a model with these ModelArgs.
     """
-    adapter = folder / "adapter_config.json"
-    if adapter.exists():
-        fail(f"{adapter}: an adapter, whose changes of the weights are not read; merge it first, "
-             "with merge_and_unload() of the package peft")
     files, shapes, dtypes = {}, {}, {}
     for path in weight_files(folder):
         with open_weights(path) as weights:

@@ -31,11 +31,13 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 class Tensors(Mapping):
     """
     Mapping {name: tensor} that reads a tensor from disk at each access. readers: {name: function
-    without arguments that returns the tensor}; where: the file or folder, for messages.
+    without arguments that returns the tensor}; where: the file or folder, for messages; q8_0:
+    {name: function that returns (int8 values (R, C), float16 scales (R, C / 32))} of the matrices
+    that are stored in GGUF's Q8_0.
     """
 
-    def __init__(self, readers, where):
-        self.readers, self.where = readers, where
+    def __init__(self, readers, where, q8_0=None):
+        self.readers, self.where, self.q8_0 = readers, where, q8_0 or {}
 
     def __getitem__(self, name):
         read = self.readers[name]

@@ -5,7 +5,9 @@ checkpoint is a folder, called a step folder:
     out/my/checkpoints/step_00001000/
         model.pt          {"args": ModelArgs as a dict,
                            "model": {name: parameter}, tied weights under one name only,
-                           "chat": {GGUF key: value} of the chat format; {} if there is none}
+                           "chat": {GGUF key: value} of the chat format; {} if there is none},
+                           of a LoRA also "lora": see lora.stored
+        frozen.pt         of a LoRA: {name: parameter} of its frozen weights
         train.pt          {"optimizer": state_dict, "state": see progress.new_state}
         config.json       the resolved settings of the run, and what was derived from them
         tokenizer.*       the vocabulary, so that a checkpoint is enough to sample and to export
@@ -22,6 +24,11 @@ run_folder.py locks the folder of the run, so that only one trainer writes into 
 In a sharded run (FSDP2) no process holds the whole model. Each writes its slices as
 shard-*.safetensors, by torch.distributed.checkpoint, in place of "model" and "optimizer" above.
 That module also has a format of its own, but its index is a pickle, which could run code.
+
+The frozen weights of a LoRA are the same in all its checkpoints, so the disk holds them once: each
+frozen.pt is a hard link to that of the checkpoint before. A step folder is thus complete by itself,
+even when the model that the run started from has been moved or changed, which a checkpoint of the
+adapters alone, with a path, would not survive.
 """
 import contextlib
 import json
@@ -33,6 +40,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -47,7 +55,7 @@ from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch,
 
 VERSION = 2
 PARTS = re.compile(
-    r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
+    r"(model|train|frozen)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
 STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")  # run_folder.recover adds .damaged
 
 
@@ -55,7 +63,8 @@ class Contents(NamedTuple):
     """
     The contents of a checkpoint. model, train: dicts of tensors and plain values for model.pt and
     train.pt; config: a dict for config.json; tokenizer: path of the vocabulary file; metric: the
-    validation loss, inf if it was not measured.
+    validation loss, inf if it was not measured; frozen: {name: tensor} for frozen.pt, the weights
+    that are the same in all checkpoints of the run.
     """
     step: int
     model: dict
@@ -63,6 +72,7 @@ class Contents(NamedTuple):
     config: dict
     tokenizer: str | Path
     metric: float = math.inf
+    frozen: Mapping = MappingProxyType({})
 
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -94,7 +104,8 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
             return final
         if not shards:
             begin(temporary, out_dir, claim)
-        write_files(temporary, shards, contents)
+        linked = link_frozen(temporary, newest(out_dir)) if contents.frozen else {}
+        write_files(temporary, shards | linked, contents)
         if final.exists():  # at a stop, train.py saves a step before its evaluation and again after
             remove(final)
         os.rename(temporary, final)
@@ -164,18 +175,33 @@ def torch_save(content, path):
             raise e.__context__ if isinstance(e.__context__, OSError) else OSError(str(e)) from e
 
 
-def write_files(folder, shards, contents):
+def link_frozen(folder, earlier):
     """
-    Write the files of a step folder, the manifest last, and sync all to disk. shards: {file name:
-    [size, sha256]} of the shards that are already written.
+    Link frozen.pt of the step folder `earlier` into a folder, and return {file name: [size,
+    sha256]}; {} if there is no such folder, or if the file system has no hard links.
+    """
+    entry = manifest(earlier)["files"].get("frozen.pt") if earlier else None
+    if entry:
+        with contextlib.suppress(OSError):
+            os.link(earlier / "frozen.pt", folder / "frozen.pt")
+            return {"frozen.pt": entry}
+    return {}
+
+
+def write_files(folder, written, contents):
+    """
+    Write the files of a step folder, the manifest last, and sync all to disk. written: {file name:
+    [size, sha256]} of the files that are in it already.
     """
     torch_save(contents.model, folder / "model.pt")
     torch_save(contents.train, folder / "train.pt")
+    if contents.frozen and "frozen.pt" not in written:
+        torch_save(snapshot(dict(contents.frozen)), folder / "frozen.pt")
     (folder / "config.json").write_text(json.dumps(contents.config, indent=1), encoding="utf-8")
     shutil.copyfile(contents.tokenizer, folder / Path(contents.tokenizer).name)
-    files = dict(shards)
+    files = dict(written)
     for path in sorted(folder.iterdir()):
-        if path.name not in shards:
+        if path.name not in written:
             files[path.name] = size_and_sha256(path)
     metric = contents.metric if math.isfinite(contents.metric) else None
     manifest = {"version": VERSION, "step": contents.step, "metric": metric, "files": files}
@@ -320,7 +346,8 @@ class Shards(Mapping):
 def load(folder, part="model", check=True, mmap=False):
     """
     Return the dict in a step folder's model.pt or train.pt; in a sharded checkpoint "model" or
-    "optimizer" is a Shards. Ends the program if a file is damaged.
+    "optimizer" is a Shards. "model" includes the frozen weights of a LoRA. Ends the program if a
+    file is damaged.
 
     part: "model" or "train". check: compare sha256 with the manifest, each process for its share
     of the shards; False after run_folder.recover, which has done so. mmap: map the file, so that
@@ -335,10 +362,14 @@ def load(folder, part="model", check=True, mmap=False):
             fail(f"{folder}: checkpoint version {version!r}, this program reads version {VERSION}")
         shards = sorted(name for name in found["files"] if name.startswith("shard-"))
         own = [Path(folder, name) for name in shards[distributed.rank::distributed.world]]
+        if part == "model" and "frozen.pt" in found["files"]:
+            own.append(Path(folder, "frozen.pt"))
         for file in [*own, path] if check else []:
             if sha256(file) != found["files"][file.name][1]:
                 fail(f"{file}: damaged, its content is not what was saved; use another checkpoint")
         content = load_torch(path, mmap)
+        if Path(folder, "frozen.pt") in own:
+            content["model"] |= load_torch(Path(folder, "frozen.pt"), mmap)
         return content | {key: Shards(folder, key)} if shards else content
 
 

@@ -9,14 +9,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from configurator import fail
 from engine.formats import layout
 from engine.ops import CrossEntropy
-from engine.training import distributed, hardware
+from engine.training import distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
@@ -37,10 +37,14 @@ class Build(NamedTuple):
 
 
 class TrialSetup(NamedTuple):
-    """What a trial training needs besides its settings. amp_dtype: torch dtype of autocast."""
+    """
+    What a trial training needs besides its settings. amp_dtype: torch dtype of autocast; lora: a
+    lora.LoRA, None if all weights are trained.
+    """
     build: Build
     device: torch.device
     amp_dtype: torch.dtype
+    lora: Any = None
 
 
 class Pass(NamedTuple):
@@ -120,30 +124,67 @@ def num_params(args):
     return sum(parameters(args).values())
 
 
-def flops_per_token(args, predicted=1.0):
+class Weights(NamedTuple):
+    """
+    The weights of a training. trained, matrices: numbers of trained parameters, and of those among
+    them that Muon updates; frozen: bytes of the others.
+    """
+    trained: int
+    matrices: int
+    frozen: int
+
+
+weighed = {}  # {(repr of ModelArgs, LoRA): Weights}, a cache for `weights`
+
+
+def weights(args, adapters=None):
+    """Return the Weights of the model of ModelArgs. adapters: a lora.LoRA or None."""
+    if adapters is None:
+        counts = parameters(args)
+        return Weights(sum(counts.values()), counts["attention"] + counts["feed-forward"], 0)
+    key = repr(args), adapters
+    if key not in weighed:
+        trained, frozen = lora.split(lora.build(args, adapters, "meta"))
+        matrices = sum(p.numel() for name, p in trained.items() if name.startswith("layers."))
+        weighed[key] = Weights(sum(p.numel() for p in trained.values()), matrices,
+                               sum(p.nbytes for p in frozen.values()))
+    return weighed[key]
+
+
+def flops_per_token(args, predicted=1.0, adapters=None):
     """
     Return the FLOPs of forward and backward per token: 6 N + 12 L H Q T.
 
     N counts the lm_head but not the embedding, which is a look-up. The second term is attention: L
     layers, H heads of Q dimensions, a context of T. https://arxiv.org/abs/2204.02311 appendix B
     predicted: the share of tokens for which the lm_head computes logits.
+
+    With adapters, a lora.LoRA, the first term is 4 N for frozen weights, which need no gradient,
+    and 6 N for trained ones.
     """
     counts = parameters(args)
     lm_head = args.vocab_size * args.dim
     n = sum(counts.values()) - (0 if args.tied else counts["embedding"])
     n -= round(lm_head * (1 - predicted))
-    return 6 * n + 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
+    attention = 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
+    if adapters is None:
+        return 6 * n + attention
+    return 4 * n + 6 * weights(args, adapters).trained + attention
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
-def persistent_memory(args, optimizer, shards=1):
-    """Return {"weights": bytes, "optimizer": bytes} that one process holds between steps."""
-    counts = parameters(args)
-    total, blocks = sum(counts.values()), counts["attention"] + counts["feed-forward"]
+def persistent_memory(args, optimizer, shards=1, adapters=None):
+    """
+    Return {"weights": bytes, "optimizer": bytes} that one process holds between steps. With
+    adapters, a lora.LoRA, "weights" are the trained ones, and "frozen weights" comes first.
+    """
+    found = weights(args, adapters)
     # AdamW keeps two numbers per weight, Muon one; the state of other optimizers is unknown.
-    states = {"adamw": 2 * total, "muon": 2 * total - blocks}.get(optimizer, 0)
-    return {"weights": 4 * total / shards, "optimizer": 4 * states / shards}
+    states = {"adamw": 2 * found.trained, "muon": 2 * found.trained - found.matrices}
+    kinds = {"frozen weights": found.frozen} if adapters else {}
+    return kinds | {"weights": 4 * found.trained / shards,
+                    "optimizer": 4 * states.get(optimizer, 0) / shards}
 
 
 def larger(first, second):
@@ -151,12 +192,12 @@ def larger(first, second):
     return max(first, second, key=lambda kinds: sum(kinds.values()))
 
 
-def min_memory(args, optimizer, step):
+def min_memory(args, optimizer, step, adapters=None):
     """
     Return {kind: bytes}, a lower bound of what a training step holds at once, by arithmetic alone.
 
-    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and Python's own
-    memory are left out.
+    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass; adapters: a lora.LoRA or None.
+    Temporaries and Python's own memory are left out.
     """
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     size = 2 if step.half else 4
@@ -167,10 +208,12 @@ def min_memory(args, optimizer, step):
     if not step.recompute:
         block = 8 * args.dim + size * (2 * (q_dim + kv_dim + args.hidden_dim)
                                        + args.qk_norm * (q_dim + kv_dim))
-    kinds = persistent_memory(args, optimizer, step.shards)
+    kinds = persistent_memory(args, optimizer, step.shards, adapters)
+    # The first block of a LoRA may have no gradient to compute before its first adapter.
+    layers = args.n_layers - (adapters is not None)
     # CrossEntropy holds one piece of the logits at a time. It cuts them into equal pieces of at
     # most PIECE; if there are several, each has at least PIECE // 2.
-    inside = {"activations": step.tokens * args.n_layers * block,
+    inside = {"activations": step.tokens * layers * block,
               "logits": 4 * min(step.tokens * args.vocab_size, CrossEntropy.PIECE // 2)}
     # All gradients exist only after the last pass, when its activations are freed. So the peak is
     # the larger of what exists inside a pass and after it. With several passes, the gradients also
@@ -206,13 +249,13 @@ def block_activations(config, args, half, cpu):
     return block + 4 * (args.n_heads + 2) + config.document_mask * size * config.max_seq_len
 
 
-def expected_memory(config, args, device, amp_dtype, rows=0):
+def expected_memory(config, args, device, amp_dtype, rows=0, adapters=None):
     """
     Return {kind: bytes} of the expected peak of a training process: tensors, and on a CPU the
     fragmentation of the heap.
 
     "working" holds the temporaries of a step, and on a CPU that fragmentation. rows: sequences of a
-    forward pass; 0: those of the settings.
+    forward pass; 0: those of the settings. adapters: a lora.LoRA or None.
     """
     step, cpu = largest_pass(config, amp_dtype, rows), device.type == "cpu"
     tokens, half, size = step.tokens, step.half, 2 if step.half else 4
@@ -226,8 +269,8 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
     logits = 4 * min(tokens * args.vocab_size, piece) * (1.5 if half else 1)
     # The float32 gradients of the cross entropy's input and of the lm_head's weights, counted twice
     # as an allowance for temporary copies of either.
-    logits += 8 * (tokens + args.vocab_size) * args.dim
-    kinds = persistent_memory(args, config.optimizer, step.shards)
+    logits += 8 * (tokens + (0 if adapters else args.vocab_size)) * args.dim
+    kinds = persistent_memory(args, config.optimizer, step.shards, adapters)
     kinds["gradients"] = kinds["weights"]
     # Autocast keeps 16-bit copies of the weights.
     kinds["activations"] = tokens * (kept + 8 * args.dim) + half * kinds["weights"] / 2
@@ -240,6 +283,8 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
     alike = 4 if args.n_kv_heads == args.n_heads else 2
     stacked = args.n_layers * args.dim * max(alike * q_dim, 2 * args.hidden_dim)
     copies = 4.3 if args.dim >= 128 else 6
+    if adapters:
+        stacked, copies = weights(args, adapters).matrices, 6
     update = 4 * min(stacked, 1 << 28) * copies if config.optimizer == "muon" else 0
     # The temporaries of SwiGLU's backward pass reuse the memory of the freed logits.
     backward = max(0, 3 * size * tokens * args.hidden_dim - logits)
@@ -256,17 +301,18 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
     return kinds | larger(inside, after)
 
 
-def refuse_too_large(config, args, device, amp_dtype):
+def refuse_too_large(config, args, setup):
     """End the program if even the lower bound of a training's memory exceeds what is free."""
+    device = setup.device
     # Processes share the memory of a CPU; each has a GPU of its own.
     processes = 1 if device.type == "cuda" else distributed.local_world
     free = hardware.free_memory(device)
 
     def bound(rows):
-        step = largest_pass(config, amp_dtype, rows)
+        step = largest_pass(config, setup.amp_dtype, rows)
         # A compiled block may recompute, too: only its input is sure to be kept.
         step = step._replace(recompute=config.compile or config.activation_checkpointing)
-        return min_memory(args, config.optimizer, step)
+        return min_memory(args, config.optimizer, step, setup.lora)
 
     kinds = bound(0)
     total = sum(kinds.values())
@@ -294,7 +340,10 @@ class TrialTraining:
 
     def __init__(self, config, vocab_size, setup):
         self.config, self.vocab_size, self.device = config, vocab_size, setup.device
-        self.model = setup.build.model_args(config, vocab_size).build().to(setup.device)
+        args = setup.build.model_args(config, vocab_size)
+        self.model = lora.build(args, setup.lora, setup.device)
+        for p in lora.split(self.model)[1].values():
+            p.fill_(1 if p.dtype == torch.int8 else 0.01)
         self.model.bos_id = 1 if config.document_mask else None
         self.model.recompute = config.activation_checkpointing
         self.optimizer = setup.build.make_optimizer(self.model, config)
@@ -324,7 +373,7 @@ class TrialTraining:
         Take a step while a copy of the weights exists, as the learning rate check of
         model_checks.py does, so that the measured memory includes the copy. Return the copy.
         """
-        before = [p.detach().clone() for p in self.model.parameters()]
+        before = [p.detach().clone() for p in self.model.parameters() if p.requires_grad]
         self.forward_backward(max(1, 1024 // self.config.max_seq_len))
         self.update()
         return before
@@ -400,8 +449,9 @@ def measure(config, args, setup, seconds=1.0):
     forward = forward_seconds(trial, rows, seconds)
     sample = min(timed(trial.generate, 8) for _ in range(2)) / 8
 
-    whole = expected_memory(config, args, setup.device, setup.amp_dtype)
-    part = expected_memory(config, args, setup.device, setup.amp_dtype, tried)
+    whole, part = (
+        expected_memory(config, args, setup.device, setup.amp_dtype, rows, setup.lora)
+        for rows in (0, tried))
     # The trial's own memory is measured; arithmetic adds what the full batch needs beyond.
     memory = sum(whole.values()) - sum(part.values())
     if setup.device.type == "cpu":
@@ -449,7 +499,7 @@ def estimate_run(config, args, setup, meta, begun=0):
     # a rough allowance for whole pages and for evaluations, and never more than there are.
     text = token_bytes * min(meta["train_tokens"] + meta["val_tokens"],
                              2 * steps_left * tokens_per_step(config))
-    kinds = expected_memory(config, args, setup.device, setup.amp_dtype)
+    kinds = expected_memory(config, args, setup.device, setup.amp_dtype, adapters=setup.lora)
     seconds, speed = 60 * config.minutes or None, None
     rest = PYTHON * cpu
     if not (config.compile or config.fsdp or steps_left < 1):
@@ -490,7 +540,8 @@ def describe(config, args, dataset, setup, estimate):
     # ops.cross_entropy computes logits for answers alone on the CPU.
     predicted = dataset.answer_share if dataset.masks and device.type == "cpu" else 1.0
     derived = {"model_args": asdict(args), "n_params": num_params(args),
-               "flops_per_token": flops_per_token(args, predicted),
+               "n_trained": weights(args, setup.lora).trained,
+               "flops_per_token": flops_per_token(args, predicted, setup.lora),
                "tokens_per_iter": tokens_per_step(config), "device_name": name,
                "compute_dtype": str(setup.amp_dtype).split(".")[-1],
                "world_size": distributed.world, "peak_flops": peak, "mfu_basis": basis,
@@ -503,6 +554,8 @@ def describe(config, args, dataset, setup, estimate):
     say(f"model: {derived['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, "
         f"{args.n_heads} heads ({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context "
         f"{args.max_seq_len}")
+    if setup.lora:
+        say(f"lora:  {lora.describe(setup.lora, derived['n_trained'], derived['n_params'])}")
     devices = f"{name} x {distributed.world}" if distributed.world > 1 else name
     say(f"train: {config.max_iters} iterations of {derived['tokens_per_iter']:,} tokens on "
         f"{devices} in {derived['compute_dtype']}; peak {peak / 1e12:.3g} TFLOP/s ({basis})")
@@ -594,13 +647,18 @@ def show(config, args, setup):
     meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # enough data
     estimate = estimate_run(config, args, setup, meta)
     estimate["memory"].pop("text", None)
-    counts, flops, total = parameters(args), flops_per_token(args), num_params(args)
+    counts, total = parameters(args), num_params(args)
+    flops = flops_per_token(args, adapters=setup.lora)
     steps, step_tokens = config.max_iters, tokens_per_step(config)
     print(f"parameters  {total:,} with a vocabulary of {args.vocab_size:,}")
     for kind, count in counts.items():
         is_block = kind in ("attention", "feed-forward")
         per_block = f", {count // args.n_layers:,} a block" if is_block else ""
         print(f"            {kind:<13}{count:>15,}  {count / total:4.0%}{per_block}")
+    if setup.lora:
+        trained = weights(args, setup.lora).trained
+        print(f"            {'trained':<13}{trained:>15,}  {trained / total:4.0%}, in adapters of "
+              f"rank {setup.lora.rank}; all others are frozen")
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * steps * step_tokens:.3g} "
           f"in {steps:,} steps of {step_tokens:,} tokens")
     free = hardware.free_memory(setup.device)

@@ -1,5 +1,6 @@
 """
-Open a model from a run, a checkpoint, a GGUF or llama2.c file, or a Hugging Face or Meta folder.
+Open a model from a run, a checkpoint, a GGUF or llama2.c file, or a Hugging Face, PEFT or Meta
+folder.
 """
 from collections import ChainMap
 from functools import partial
@@ -10,11 +11,11 @@ import torch
 from configurator import fail
 from engine.advice import renamed
 from engine.files import sha256
-from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
+from engine.formats import gguf_file, gguf_tokenizer, hf_tokenizer, huggingface, llama2c, peft
 from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
 from engine.text.vocabulary import keep_vocabulary
-from engine.training import checkpoint, distributed, resume, run_folder
+from engine.training import checkpoint, distributed, lora, resume, run_folder
 from engine.training.costs import num_params
 from engine.training.plan import rate_for
 from engine.untrusted import reading
@@ -26,8 +27,8 @@ MAX_ADOPTED_CONTEXT = 1024  # tokens; fine-tuning uses a longer context only if 
 
 def read_model(path, tokenizer=""):
     """
-    Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face or Meta folder,
-    which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
+    Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face, PEFT or Meta
+    folder, which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
     ModelArgs, Tokenizer or None, {metadata that an export keeps}). Except for runs, a tensor is
     read from disk at each access.
 
@@ -47,7 +48,7 @@ def read_model(path, tokenizer=""):
             # The classifier is the embedding: add its name without reading a tensor.
             readers = {name: partial(state.__getitem__, name) for name in state}
             readers["output.weight"] = readers["tok_embeddings.weight"]
-            state = Tensors(readers, path)
+            state = Tensors(readers, path, getattr(state, "q8_0", None))
         return state, args, vocabulary, extra
 
 
@@ -62,13 +63,15 @@ def read_any(path, with_tokenizer):
     # For a missing path, read_run ends the program with the message of checkpoint.locate.
     if checkpoint.is_own(path) or run_folder.is_run(path) or not path.exists():
         return read_run(path, with_tokenizer)
+    if peft.is_adapter(path):
+        return read_peft(path, with_tokenizer)
     if (path / "config.json").exists():
         return huggingface.read_hf(path, with_tokenizer)
     if (path / "params.json").exists():
         return huggingface.read_meta(path, with_tokenizer)
     if path.is_dir():
-        fail(f"{path}: holds no complete checkpoint, no config.json of a Hugging Face model and no "
-             "params.json of Meta's")
+        fail(f"{path}: holds no complete checkpoint, no config.json of a Hugging Face model, no "
+             "adapter_config.json of PEFT's and no params.json of Meta's")
     if Reader(path).data[:4].tobytes() != b"GGUF":
         return *llama2c.read_llama2c(path), None, {}
     state, args, metadata = gguf_file.read_gguf(path)
@@ -79,21 +82,57 @@ def read_any(path, with_tokenizer):
     return state, args, gguf_tokenizer.read_gguf_tokenizer(metadata, path), extra
 
 
+def read_peft(folder, with_tokenizer):
+    """
+    Return what `read_any` does, from a folder of PEFT's adapters, merged into the base model that
+    the folder names. Its own tokenizer and chat template are used if it has them, as after tokens
+    were added.
+    """
+    config = peft.read_config(folder)
+    state, args, vocabulary, extra = read_any(peft.base_path(folder, config), with_tokenizer)
+    state, args = peft.merged(folder, config, state, args)
+    extra |= hf_tokenizer.chat_template(folder)
+    own = hf_tokenizer.read_hf_tokenizer(folder, args.vocab_size) if with_tokenizer else None
+    if own:
+        extra |= huggingface.chat_ids(folder, own)
+    return state, args, own or vocabulary, extra
+
+
 def read_run(path, with_tokenizer):
-    """Return what `read_any` does, from a run's folder or a step folder."""
+    """
+    Return what `read_any` does, from a run's folder or a step folder. The adapters of a LoRA are
+    merged into its weights.
+    """
     folder = checkpoint.locate(path)
     saved, file = checkpoint.load(folder), folder / "model.pt"
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
+    adapters = lora.of_checkpoint(saved)
     # A damaged file may claim huge sizes: compare them with the tensors before a model is built. A
     # sharded checkpoint is not a dict and would read every tensor for its shape. load_weights
     # refuses names that are unknown.
     if isinstance(state, dict):
         shapes = {name: w.shape for name, w in state.items()}
         expected = ((name, shape) for name, _, _, shape in tensors(args))
+        if adapters:
+            expected = lora.expected_tensors(args, adapters)
         check_tensors(shapes, expected, file, ignored=shapes)
     vocabulary = Tokenizer.load(checkpoint.tokenizer_path(folder)) if with_tokenizer else None
     extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
-    return state, args, vocabulary, extra
+    return lora.merged(state, adapters), args, vocabulary, extra
+
+
+def read_adapters(path):
+    """
+    Return ({name: tensor} of the adapters and new rows of a LoRA, its lora.LoRA, the path that the
+    run started from), from a run's folder or a step folder. Exit with a message if it has none.
+    """
+    folder = checkpoint.locate(path)
+    saved = checkpoint.load(folder)
+    with reading(folder, "a model", fail):
+        adapters = lora.of_checkpoint(saved)
+    if not adapters:
+        fail(f"{path}: holds no adapters; expected a run of train.py --lora_rank=8")
+    return saved["model"], adapters, resume.stored_settings(folder).get("init_from", "")
 
 
 def load_model(path, tokenizer, device):
@@ -109,12 +148,13 @@ def load_model(path, tokenizer, device):
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def start_from(model, path, check=True, grows=False, noise=0.0):
+def start_from(model, path, resuming, check=True, grows=False, noise=0.0):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
-    run's checkpoints store them. check: passed to checkpoint.load; grows: whether the model may
-    have more tokens than those weights, see with_new_rows; noise: see with_noise.
+    run's checkpoints store them. resuming: whether the path is a checkpoint of this run; check:
+    passed to checkpoint.load; grows: whether the model may have more tokens than those weights, see
+    with_new_rows; noise: see with_noise. A resumed run has grown and got its noise before.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -122,9 +162,13 @@ def start_from(model, path, check=True, grows=False, noise=0.0):
     else:
         state, _, _, extra = read_model(path)
     with reading(path, "a model", fail):
-        if grows:
+        if checkpoint.complete(path) and not resuming:
+            state = lora.merged(state, lora.of_checkpoint(saved))
+        if model.lora and not resuming:
+            state = lora.base_weights(state, model)
+        elif grows and not resuming:
             state = with_new_rows(state, model.args.vocab_size)
-        if noise:
+        if noise and not resuming:
             state = with_noise(state, noise)
         distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
@@ -160,6 +204,24 @@ def with_noise(state, std):
     if "output.weight" in state and torch.equal(state["output.weight"], embedding):
         changed["output.weight"] = noisy
     return ChainMap(changed, state)
+
+
+def plan_lora(config, dtype, path, resuming):
+    """
+    Return the lora.LoRA of a run with these settings that starts from a path; dtype: torch dtype of
+    the training. A resumed run has that of its checkpoint, except for the dtype. None: no LoRA.
+    """
+    if resuming:
+        with reading(path, "a model", fail):
+            return lora.of_checkpoint(checkpoint.load(path, check=False, mmap=True), dtype)
+    if not config.lora_rank:
+        return None
+    if path is None:
+        fail(f"--lora_rank={config.lora_rank}: LoRA adapts a trained model; give its path as "
+             "--init_from")
+    state, args, _, _ = read_model(path)
+    quantized = frozenset(name.removesuffix(".weight") for name in getattr(state, "q8_0", ()))
+    return lora.new(config, dtype, args.vocab_size, quantized)
 
 
 def chat_template(path):
@@ -198,7 +260,7 @@ def adopt(config, given):
     """
     Return ({setting: value} that fine-tuning takes from the model at init_from, that model's
     ModelArgs). The settings are its sizes and vocabulary, and, unless given, its context and a
-    tenth of the learning rate for its width.
+    tenth of the learning rate for its width; for LoRA that rate, and AdamW.
 
     given: names of the settings that the user gave. Ends the program if one of the sizes or the
     vocabulary is given and differs from the model's.
@@ -229,6 +291,8 @@ def adopt(config, given):
     adopted.pop("vocab_size", None)
     suggested = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
                  "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}  # two digits
+    if config.lora_rank:  # adapters learn at ten times the rate, better by AdamW: doc/lab/lora.md
+        suggested |= {"learning_rate": rate_for(args.dim), "optimizer": "adamw"}
     # Without this limit an evaluation would prepare all of a large text.
     if config.eval_only and before.get("max_text_bytes"):
         suggested["max_text_bytes"] = before["max_text_bytes"]

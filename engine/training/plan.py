@@ -18,7 +18,7 @@ import numpy as np
 from configurator import STARTED, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
-from engine.training import distributed, hardware, resume
+from engine.training import distributed, hardware, lora, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
                                    tokens_per_step)
 from engine.training.validate import check_settings
@@ -444,13 +444,15 @@ def show_costs(build):
     if not config.batch_size:
         fail("--batch_size=0 finds the largest batch when a training begins; give a number here")
     device = distributed.setup(config.device)
-    setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
     stories = 1536  # vocabulary size of the built-in stories
     vocab_size = known_vocab_size(config) or config.vocab_size or config.max_vocab_size or stories
     if config.depth:
         config = config.changed(**derive_from_depth(config, config.given, vocab_size))
     if device.type == "cpu":
         hardware.keep_memory()
+    amp_dtype = hardware.autocast_dtype(config.dtype, device)
+    adapters = lora.new(config, amp_dtype, vocab_size) if config.lora_rank else None
+    setup = TrialSetup(build, device, amp_dtype, adapters)
     args = build.model_args(config, vocab_size)
     if args.problem():
         fail(args.problem())

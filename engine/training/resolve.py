@@ -9,7 +9,7 @@ from functools import partial
 from configurator import fail
 from engine.text.prepare import as_prepared, text_bytes
 from engine.text.prepare import load as load_prepared
-from engine.training import fit_batch, hardware, load, mode, plan, progress, resume
+from engine.training import fit_batch, hardware, load, lora, mode, plan, progress, resume
 from engine.training.costs import TrialSetup
 from engine.training.distributed import on_master
 from engine.training.training import Resolved
@@ -31,6 +31,9 @@ def resolve(config, device, prepare, build):
     if config.embedding_noise and not start:
         fail(f"embedding_noise is {config.embedding_noise} without a model to fine-tune, expected "
              f"--init_from=MODEL beside it")
+    if config.embedding_noise and config.lora_rank:
+        fail("--embedding_noise and --lora_rank: expected one of them; LoRA leaves the embedding "
+             "as it is")
     changes, clock, imported, template = [], progress.NO_LIMIT, None, ""
     if resuming:
         taken, given, changes = resume.resume_settings(config, start, given)
@@ -45,7 +48,12 @@ def resolve(config, device, prepare, build):
     prepare = partial(prepare, chat_template=template)
     if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
-    setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
+    amp_dtype = hardware.autocast_dtype(config.dtype, device)
+    adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
+    # The same targets have the same words, so that a resumed run may be given Hugging Face's names.
+    targets = lora.parse_targets(config.lora_targets)
+    config = config.changed(lora_targets=lora.target_words(targets))
+    setup = TrialSetup(build, device, amp_dtype, adapters)
 
     # Each of these replaces settings of the ones before: the time budget and the text, a folder of
     # prepared data, the depth, a mode.

@@ -22,7 +22,7 @@ OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "devi
               "checks"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
-          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
+          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "lora_rank", "lora_targets")
 # The types of the entries of progress.new_state, which describes them. "fixed" is the signature.
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
@@ -194,7 +194,8 @@ def resume_signature(config, args, dataset):
     """Return {name: value} of the sizes, settings and data that must be the same after a resume."""
     # dropout may change; multiple_of only serves to compute hidden_dim, which is compared.
     same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
-    names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask")
+    names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask",
+             "lora_rank", "lora_targets")
     same |= {name: getattr(config, name) for name in names}
     return same | {"data": dataset.meta["fingerprint"]}
 
@@ -211,7 +212,7 @@ def restore(config, folder, signature, opt, is_forced):
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
-        before = renamed(state["fixed"])
+        before = {"lora_rank": 0} | renamed(state["fixed"])  # older runs train all weights
         refuse_other_run(config, folder, before, signature, is_forced)
         if config.minutes and "minutes" not in state["clock"]:
             fail(f"{config.out_dir} holds a run whose sizes were not derived from --minutes, so it "

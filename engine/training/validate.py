@@ -6,13 +6,14 @@ import sys
 from configurator import fail
 from engine.files import refuse_impossible_paths
 from engine.spans import spanned
-from engine.training import distributed, mode
+from engine.training import distributed, lora, mode
 
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
               "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads")
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
-              "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise")
+              "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise",
+              "lora_rank")
 CHOICES = {"schedule": ("cosine", "linear")}
 # Settings that are names separated by commas.
 LISTS = {"log_extras": ("tables", "model", "gradients", "parameters", "noise_scale")}
@@ -51,6 +52,9 @@ def check_settings(config):
             if word.strip() not in ("", *choices):
                 fail(f"{name} is {getattr(config, name)!r}, expected some of {', '.join(choices)}, "
                      f"separated by commas")
+    lora.parse_targets(config.lora_targets)
+    if config.lora_rank and config.fsdp and distributed.world > 1:
+        fail("--lora_rank and --fsdp: expected one of them; LoRA trains in copies (DDP)")
     mode.check(config)
     if config.fsdp and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--fsdp=True saves its slices as safetensors; needed: pip install safetensors")
