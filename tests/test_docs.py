@@ -34,6 +34,7 @@ SHORT = {"train.py": ["--peak_tflops=0.1", "--max_iters=2", "--eval_interval=2",
 NOT_RUN = {  # commands of which this is true are only read
     r"^(?!model\.py).*config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",
     r"--nnodes": "needs two machines",
+    r"--conversations=questions": "asks 500 questions, to which a model of two steps gives the longest answers",
     r"--lr_find": "trains 500 steps; tests/test_modes.py has fewer",
     r"^bench/(?!curves)": "measures for minutes, partly other programs",
     r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
@@ -104,6 +105,8 @@ def run_command(argv):
     short = [*SHORT.get(argv[0], [])]
     if any(word.startswith("--data=examples/chats") for word in argv):
         short += ["--max_seq_len=192"]  # conversations need a context in which a turn fits
+    if len(argv) > 1 and argv[1].startswith("config/chat"):
+        short += ["--max_seq_len=320", "--data=questions:200"]
     return forked.script([*argv, *short])
 
 
