@@ -173,6 +173,13 @@ def test_a_step_is_measured_as_it_is_trained():
     assert max(rows for rows, *_ in seen) < 2048 and times["step"] > 20 * times["forward"] > 0 < times["sample"]
 
 
+def test_a_run_with_one_step_left_has_an_estimate_and_one_that_has_ended_has_none():
+    s = knobs(max_iters=10, max_seq_len=32, batch_size=2, dim=32, n_layers=1, n_heads=1)
+    meta = {"train_tokens": 10 ** 5, "val_tokens": 10 ** 4, "val_documents": 10}
+    left, ended = (costs.estimate_run(s, ModelArgs.of(s, 99), SETUP, meta, begun) for begun in (9, 10))
+    assert left["seconds"] > 0 < left["tokens_per_sec"] and ended["seconds"] is None is ended["tokens_per_sec"]
+
+
 def test_the_line_of_time():
     s = knobs(max_minutes=0.0)
     assert "about 3.2 min, until " in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})

@@ -300,7 +300,7 @@ def test_a_long_log_has_a_preview_until_it_is_read(tmp_path):
     found = runs.Runs(tmp_path / "out")
     found.search()
     glance, = found.shown()
-    assert 48 <= glance.count < 100 and glance.metrics["iter"] == 59990 and glance.x("iter").tolist() == sorted(glance.x("iter"))
+    assert 48 <= glance.count <= 49 and glance.metrics["iter"] == 59990 and glance.x("iter").tolist() == sorted(glance.x("iter"))
     assert len(glance.line("loss/val", "iter")[0]) >= 24 and not found.runs[glance.name].count
     assert found.refresh(0) and found.shown() == [glance]
     while found.refresh(1):
