@@ -1,7 +1,8 @@
-// --lookup: guesses the next tokens of a text from an earlier place of it that ends alike. The
-// model evaluates them in one call with the text's last token, and those that are then sampled too
-// need no call of their own (prompt lookup decoding, Saxena 2023). Wrong guesses cost time, so
-// guesses stop while they have cost more than they saved.
+// --lookup: guesses the next tokens of a text. If its last tokens occur earlier in it, the tokens
+// that follow them there are the guesses. The model evaluates the guesses in one call with the
+// text's last token. Where sampling draws the guessed token, a call is saved (prompt lookup decoding,
+// Saxena 2023). Wrong guesses make calls slower, so guessing stops while it has cost more time than
+// it has saved.
 #ifndef CLI_LOOKUP_H
 #define CLI_LOOKUP_H
 
@@ -29,7 +30,8 @@ static int guess_tokens(const int *tokens, int n, int max, int *guesses) {
         if (length > longest) longest = length, from = end;
     }
     if (longest < MIN_MATCH) return 0;
-    // A match near the end has few tokens after it: the guesses then repeat them
+    // Few tokens may follow the match. When they are used up, the guesses continue with themselves,
+    // as if they were part of the text
     for (int i = 0; i < max; i++)
         guesses[i] = from + i < n ? tokens[from + i] : guesses[from + i - n];
     return max;
@@ -46,11 +48,11 @@ static int next_guesses(int n, int right) {
 typedef struct {
     bool on;            // --lookup is given
     int n_texts;        // texts of the latest call
-    int64_t n_latest;   // calls since n_texts has changed
-    int64_t n_plain;    // those of them without guesses
-    double plain;       // seconds that one of these takes
+    int64_t n_same;     // calls since n_texts has changed
+    int64_t n_plain;    // calls without guesses among these
+    double plain;       // estimated seconds of a call without guesses
     int64_t calls;      // all calls
-    double lost;        // calls' time that guesses took, less the calls that they made unnecessary
+    double lost;        // calls that guesses have cost, minus calls that they have saved
     int64_t n, n_right; // tokens that were guessed, and those that were right
 } Lookup;
 
@@ -58,7 +60,7 @@ typedef struct {
 // together have lost at most a hundredth of the time. The first three calls for n_texts texts, and
 // then one more for every 32, have none, so that the time without guesses is known.
 static bool may_guess(const Lookup *l, int n_texts) {
-    bool known = l->n_texts == n_texts && l->n_plain > 2 + l->n_latest / 32;
+    bool known = l->n_texts == n_texts && l->n_plain > 2 + l->n_same / 32;
     return l->on && known && l->lost <= 0.01 * (double)l->calls;
 }
 
@@ -66,22 +68,23 @@ static bool may_guess(const Lookup *l, int n_texts) {
 static void count_call(Lookup *l, int n_texts, int n, double seconds) {
     if (l->n_texts != n_texts) {
         l->n_texts = n_texts;
-        l->n_latest = l->n_plain = 0, l->plain = INFINITY;
+        l->n_same = l->n_plain = 0, l->plain = INFINITY;
     }
-    l->n_latest++, l->n_plain += !n;
-    // The shortest time is the one that other programs have disturbed least. It may rise, because
-    // longer contexts take longer
+    l->n_same++, l->n_plain += !n;
+    // The shortest time is the one that other programs have disturbed least. It rises by a hundredth
+    // with each call without guesses, because longer contexts take longer
     if (!n) l->plain *= 1.01;
     if (seconds < l->plain) l->plain = seconds;
-    // A guess costs a text at most one more call. A longer time was caused by other programs
+    // Guessing n / n_texts tokens for each text costs at most as much as that many more calls. More
+    // time than that was caused by other programs
     double extra = seconds / l->plain - 1, max = (double)n / n_texts;
     l->lost += extra < max ? extra : max;
     l->calls++;
     l->n += n;
 }
 
-// Counts n guesses that were right. A call evaluates a token of each text, so a text that has
-// gained a token has made one call in n_texts unnecessary.
+// Counts n guesses that were right, in all texts. n_texts of them save a call, because a call without
+// guesses computes one token of each text.
 static void count_right(Lookup *l, int n) {
     l->lost -= (double)n / l->n_texts;
     l->n_right += n;
