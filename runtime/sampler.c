@@ -70,11 +70,12 @@ bool llamac_check_sampler(const llamac_sampler *s, int vocab_size, Error *e) {
     return check_penalties(s, e) && check_biases(s, vocab_size, e);
 }
 
+// A temperature whose reciprocal overflows is treated as 0.
 bool llamac_is_greedy(const llamac_sampler *s) {
     return s->temperature == 0 || isinf(1 / s->temperature);
 }
 
-// Both 0, the default, and 1 leave the logits as they are.
+// The penalties 0 (the default) and 1 both leave the logits as they are.
 static bool has_repeat_penalty(const llamac_sampler *s) {
     return s->repeat_penalty != 0 && s->repeat_penalty != 1;
 }
@@ -87,7 +88,8 @@ static bool changes_logits(const llamac_sampler *s) {
     return has_penalties(s) || s->n_biases || s->allowed;
 }
 
-// Returns whether the sampler has llama2.c's fields alone, which a GPU samples by itself.
+// Returns whether the sampler uses only temperature, topp and state. For such a sampler, a GPU samples
+// without copying the logits to the CPU.
 bool llamac_is_plain(const llamac_sampler *s) {
     return !changes_logits(s) && !s->topk && s->minp == 0;
 }
@@ -168,8 +170,8 @@ static bool likelier(const Candidate *a, const Candidate *b) {
 
 static bool less_likely(const Candidate *a, const Candidate *b) { return likelier(b, a); }
 
-// Restores a heap after candidate i has changed: moves it down until no child is above it.
-// above(a, b): a belongs nearer to the root than b.
+// Restores a heap after candidate i has changed: moves it down until none of its children belongs
+// above it. above(a, b): whether a belongs nearer to the root than b.
 static inline void sink(Candidate *c, int n, int i,
                         bool (*above)(const Candidate *, const Candidate *)) {
     Candidate moved = c[i];
@@ -229,14 +231,15 @@ static int sample_topp(Candidate *c, int n, float share, float coin) {
 }
 
 // Samples from the probabilities m->p with topp alone. topp 0 and 1 both sample from all tokens.
-static int sample_plainly(const SamplerMemory *m, float topp, float coin) {
+static int sample_unfiltered(const SamplerMemory *m, float topp, float coin) {
     int n = m->vocab_size;
     if (topp > 0 && topp < 1) {
-        // Sorting fewer candidates is faster. At most n - 1 tokens are below this cutoff, unless
-        // all are. Together they are less likely than 1 - topp, so the others exceed topp
+        // Sorting fewer candidates is faster. If some token reaches this cutoff, at most n - 1 do
+        // not. The total of those is below (n - 1) * cutoff = 1 - topp, so that of the candidates
+        // exceeds topp
         float cutoff = (1.0f - topp) / (n - 1);
         int left = find_candidates(m, cutoff);
-        // If topp < 1 / n, all may be below it: the set is then the most likely token
+        // If topp < 1 / n, maybe no token reaches it: the most likely token alone exceeds topp
         return left ? sample_topp(m->candidates, left, topp, coin) : argmax(m->kernels, m->p, n);
     }
     float cdf = 0;
@@ -284,13 +287,14 @@ int llamac_draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
                    -1;
     }
     if (llamac_is_greedy(s)) return best;
-    // p = exp((p - max) * scale). With LEFT_OUT, p - max overflows to -infinity, and -infinity times
-    // a scale of 0 (an infinite temperature) would be NaN
+    // p = exp((p - max) * scale). p - max of LEFT_OUT can overflow to -infinity, and -infinity times
+    // a scale of 0, that of an infinite temperature, would be NaN: so scale is never 0
     float scale = fmaxf(1 / s->temperature, FLT_MIN);
     float sum = m->kernels->exponentials(p, p[best], scale, vocab_size);
     for (int i = 0; i < vocab_size; i++) p[i] /= sum;
-    // The kernels compute small numbers instead of 0 for the tokens that are left out
+    // The kernels compute small numbers instead of 0 for the tokens that are left out. These numbers
+    // are a part of `sum`, but sample_filtered divides by the total of its candidates
     if (changed) filtered |= leave_out(m, s, p, 0);
     float coin = llamac_random(s);
-    return filtered ? sample_filtered(m, s, best, coin) : sample_plainly(m, s->topp, coin);
+    return filtered ? sample_filtered(m, s, best, coin) : sample_unfiltered(m, s->topp, coin);
 }
