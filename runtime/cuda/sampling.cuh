@@ -192,7 +192,7 @@ static __global__ void __launch_bounds__(SAMPLER_THREADS)
     if (!is_truncated) return find_token(p, 0, (Mass)((double)coin * total), token, shared);
 
     // At most n - 1 tokens have less mass than this, together less than (1 - topp) * total. So the
-    // set is complete without them, as in sample_plainly of sampler.c.
+    // set is complete without them, as in sample_unfiltered of sampler.c.
     Mass min_mass = p.n > 1 ? (Mass)((1 - (double)topp) / (p.n - 1) * total) : 0;
     Mass limit = (Mass)((double)topp * total);
     uint32_t bits = find_threshold(p, min_mass, limit, &above, shared);
