@@ -58,7 +58,7 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            self.chat_error = str(e).partition(";")[0]  # the rest advises users of ./run
+            self.chat_error = str(e).partition(";")[0]  # the part after ";" advises users of the program run
 
     def sequences(self):
         """Return the SequenceCache of the model's engine."""
@@ -154,7 +154,7 @@ class Generation:
 
     def tasks(self, loaded, inbox):
         """
-        Return a Task for each text: asked.n of the first prompt, then those of the second, and so
+        Return a Task for each text: n of the first prompt, then those of the second, and so
         on. loaded: the LoadedModel.
         """
         found, cache = [], loaded.sequences()
@@ -171,8 +171,8 @@ class Generation:
 
 def checked(body, fields, name, default=None):
     """
-    Return body[name], or the default of its Field if it is null or missing. Raises ApiError if the
-    Field refuses it.
+    Return body[name], or `default` if it is null or missing. Raises ApiError if its Field refuses
+    it.
     """
     value, field = body.get(name), fields[name]
     if value is None:
@@ -216,7 +216,8 @@ def prompt_tokens(model, body, name="prompt"):
     prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
     if isinstance(prompts, list) and prompts:
         if all(isinstance(text, str) for text in prompts):
-            # Argument bos of encode: an empty prompt is BOS alone; None leaves it to the model.
+            # Second argument: whether to put BOS before the tokens. An empty prompt is BOS alone;
+            # None leaves the choice to the model.
             return [model.encode(valid_text(text), None if text else True).tolist()
                     for text in prompts]
         if all(map(is_tokens, prompts)):
@@ -416,7 +417,7 @@ class Talk:
         """
         Yield lists of the events of a response, in JSON; a list may be empty. Each lets the server
         notice a closed connection. gone(): returns whether the client has closed it; it is asked
-        when nothing has arrived for a while.
+        when a list is empty.
         """
         head = {"id": new_id(), "created": int(time.time()), "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}

@@ -29,8 +29,9 @@ static void extend_rotations(Cpu *cpu, int positions) {
 }
 
 // ----------------------------------------------------------------------------
-// The KV cache. In a page, keys are stored in tiles (head_dim, TILE) with a column for each of TILE
-// positions, values in rows (value_width,), one for each position. value_width is head_dim rounded
+// The KV cache. A page stores keys in tiles (head_dim, TILE): a tile has TILE positions, and number i
+// of the key at position p of the tile is at [i][p]. It stores values in rows (value_width,), one for
+// each position. value_width is head_dim rounded
 // up to a multiple of TILE, because kernels compute whole tiles; what they compute from the padding
 // of a row is not used
 
@@ -44,8 +45,8 @@ typedef struct {
 // has a scale.
 static bool has_scales(const Cpu *cpu) { return cpu->kv_type == INT8_GROUPS; }
 
-// Returns the keys and values from position `pos` on, a multiple of TILE, in the page that has this
-// position.
+// Returns pointers to the keys and values of position `pos`, which must be a multiple of TILE, and of
+// the positions after it in the same page.
 static CachedHead cache_at(const Cpu *cpu, const Cache *cache, int layer, int head, int pos) {
     size_t size = number_size(cpu->kv_type);
     size_t row = (layer * (size_t)cpu->config.n_kv_heads + head) * PAGE + pos % PAGE;
@@ -80,7 +81,7 @@ static float to_bytes(int8_t *out, const float *x, int n) {
 static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Kernels *kernels = cpu->kernels;
-    int n = c->head_dim, pos = cpu->positions[t], slot = pos % TILE; // the key's column in its tile
+    int n = c->head_dim, pos = cpu->positions[t], slot = pos % TILE; // in its tile
     size_t from = (size_t)t * c->kv_dim + head * n;
     const float *k = cpu->k + from, *v = cpu->v + from;
     CachedHead to = cache_at(cpu, cpu->caches[t], layer, head, pos - slot);
@@ -150,8 +151,8 @@ static void finish_tokens(Worker *self, const void *args, int begin, int end) {
 // ----------------------------------------------------------------------------
 // Attention of a token goes through its positions in ranges of KV_RANGE, which begin at multiples
 // of it. Each range has a softmax of its own, and the results of the ranges are merged in order
-// (online softmax, Milakov 2018). So the result does not depend on how the work is divided: among
-// threads, among calls, or among tokens that a kernel processes at once
+// (online softmax, Milakov 2018). So the result does not depend on how many threads share the work,
+// how the tokens are divided into calls, or how many of them a kernel processes at once
 
 // The softmax of some positions: the largest score, and the sum of exp((score - max) * scale).
 typedef struct { float max, sum; } Softmax;
@@ -185,9 +186,9 @@ static void multiply_scales(const Cpu *cpu, const Range *r, float *p, int begin,
 }
 
 // Turns the scores p[begin..end-1] of a query into weights exp((score - max) * scale), and returns
-// their softmax. If the cache has scales, multiplies the scores by those of the keys before that,
-// and the weights by those of the values after that, so the sum has no scales of values. Positions
-// are counted from the start of the range.
+// their softmax. In a cache of 8 bits, it first multiplies the scores by the keys' scales. At the end
+// it multiplies the weights by the values' scales, which the sum of the softmax does not include.
+// Positions are counted from the start of the range.
 static Softmax weights_of_scores(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
     const Kernels *k = cpu->kernels;
     Softmax s;
@@ -259,8 +260,8 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
                    .type = cpu->kv_type,
                    .head_dim = c->head_dim,
                    .width = cpu->value_width};
-    // Kernels can only begin with a whole tile of keys. So they also compute the positions of the
-    // tile before `begin`, which get weight 0
+    // Kernels can only begin with a whole tile of keys. So they also compute the positions before
+    // `begin` in its tile, which get weight 0
     int tile = begin / TILE * TILE; // first position of the tile of `begin`
     attend_pages(cpu, &a, r, g, tile, end, cpu->kernels->scores);
     for (int q = 0; q < item->n; q++) {
@@ -361,7 +362,7 @@ static void merge_partials(Worker *self, const void *args, int begin, int end) {
 // Attention in spans: up to SPAN consecutive tokens of a sequence, for one query head. The keys and
 // values of a range are loaded once for all tokens of the span
 
-enum { SPAN = CHUNK }; // max tokens of a span: as many as a batch can have
+enum { SPAN = CHUNK }; // max tokens of a span: CHUNK is the max tokens of a batch
 
 // Returns the max tokens of a span for n tokens of a sequence: SPAN, halved until there are two
 // spans for each thread, but at least SPAN / 4, because shorter spans would load keys and values
@@ -372,21 +373,22 @@ static int span_length(const Cpu *cpu, int n) {
     return span;
 }
 
-// The arrays of a span. A kernel processes a panel at once: Kernels.panel_queries consecutive
-// tokens of the span, each with its query of the span's head. (QUERIES is another number: the query
-// heads of one token in a group.)
+// The arrays of a span. A kernel processes a panel at once: the queries of panel_queries consecutive
+// tokens, a number that is the kernel's. (QUERIES is another number: the query heads of one token in
+// a group.)
 typedef struct {
     float *q;         // (panels, head_dim, panel_queries)
     float *out;       // (SPAN, value_width) weighted sums of the values of the ranges so far
     Softmax *softmax; // (SPAN,) of the ranges so far
     // Of one panel and one range
     float *scores; // (panel_queries, KV_RANGE) scores, then weights
-    float *p;      // (KV_RANGE, panel_queries) the weights, transposed; unused for a panel of 1
-    float *part;   // (panel_queries, value_width) weighted sums of the values
+    float *p;    // (KV_RANGE, panel_queries) the weights, transposed; unused if panel_queries is 1
+    float *part; // (panel_queries, value_width) weighted sums of the values
 } Span;
 
 // Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
-// to their number of floats. Arrays of tokens have room for a panel that extends beyond the span.
+// to their number of floats. q, out and softmax have room for a last panel that extends beyond the
+// span.
 static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     int queries = cpu->kernels->panel_queries, tokens = SPAN + queries;
     Span s = {.q = scratch};
@@ -425,7 +427,7 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
 // that begin with position `at` of the range.
 static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int at, int n) {
     size_t dim = cpu->config.head_dim;
-    // A tile is the keys of TILE positions; a column of it is one dimension of these keys
+    // The matrix of the product has a row for each position and a column for each dimension
     PanelProduct scores = {.y = s->scores + at,
                            .w = kv.keys,
                            .x = queries_of_panel(cpu, s, t),
@@ -483,9 +485,8 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, i
     const Kernels *k = cpu->kernels;
     size_t width = cpu->value_width;
     int queries = k->panel_queries;
-    // Positions begin..end-1, counted from the start of the range, are those that any token of the
-    // panel attends to. `begin` is rounded down, so that the loops over pages begin with a whole
-    // one
+    // At least one token of the panel attends to each of the positions begin..end-1, counted from
+    // the start of the range. `begin` is rounded down to the first position of a page
     int begin = first_visible(cpu, pos) - r->start, end = pos + tokens - r->start;
     begin = begin > 0 ? begin / PAGE * PAGE : 0;
     end = end < KV_RANGE ? end : KV_RANGE;
@@ -598,7 +599,7 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         extend_rotations(cpu, run->pos + run->n);
         longest = run->pos + run->n > longest ? run->pos + run->n : longest;
     }
-    // Groups keep all threads busy if each thread gets the same number of them, or two or more.
+    // Groups keep all threads busy if each thread gets the same number of them, or at least two.
     // Otherwise the ranges of groups are split among threads, if there is more than one range for a
     // token, and if cpu->partials has room for the results of all
     int n_groups = batch->T * c->n_kv_heads * groups, threads = cpu->pool.n_threads;
@@ -610,8 +611,9 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         else
             for (int i = 0; i < run->n; i++) add_groups(cpu, run->first + i, cpu->split, &ranges);
     }
-    // Multiplications of one item, roughly: scores and weighted sums take one each for a query, a
-    // position and a dimension. A group has up to QUERIES queries, a short span SPAN / 4
+    // A rough number of multiplications of one item: 2 for each query, position and dimension, one
+    // for the score and one for the weighted sum. A group has up to QUERIES queries, a short span has
+    // SPAN / 4
     cpu->item_cost = 2 * (int64_t)longest * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
 }
 
@@ -649,8 +651,8 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
     attention_items(self, &a->attention, begin, end);
 }
 
-// Returns whether to fuse the steps of one token: there are other threads to wait for, every thread
-// gets the same number of KV heads, each head has one group, and the weights of each head begin at
+// Returns whether to fuse the steps of one token, which saves the barriers between them: there are
+// several threads, every thread gets the same number of KV heads, each head has one group, and the weights of each head begin at
 // a multiple of TILE rows, as llamac_multiply_rows expects.
 static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
@@ -666,8 +668,8 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
     const Config *c = &cpu->config;
     Product products[] = {
         {.out = cpu->q, .w = &w->wq}, {.out = cpu->k, .w = &w->wk}, {.out = cpu->v, .w = &w->wv}};
-    // Backend.begin has planned the batch for all layers, unless the op is called outside begin and
-    // end, as by tests
+    // `collecting` is true between Backend.begin and end; begin has planned the batch for all layers.
+    // Tests call this function outside of them
     if (!cpu->collecting) llamac_plan_attention(cpu, batch);
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, batch->T);
     AttentionArgs a = {out, w, layer};
@@ -708,8 +710,8 @@ static PageSizes page_sizes(const Cpu *cpu) {
 
 // Returns an unused page. Returns NULL if there is not enough memory.
 static Page *new_page(Cpu *cpu) {
-    // The four arrays follow the Page. Each begins at a multiple of 64 bytes: HEAD is one, and so
-    // are the sizes of the arrays, which have PAGE = 64 positions
+    // The four arrays follow the Page. Each begins at a multiple of 64 bytes, because HEAD and the
+    // sizes of the arrays, which have PAGE = 64 positions, are multiples of 64
     enum { HEAD = (sizeof(Page) + 63) / 64 * 64 };
     PageSizes s = page_sizes(cpu);
     Page *page = cpu->unused_pages;
