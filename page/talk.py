@@ -58,7 +58,8 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            self.chat_error = str(e).partition(";")[0]  # the part after ";" advises users of the program run
+            # What follows the semicolon advises users of the program run.
+            self.chat_error = str(e).partition(";")[0]
 
     def sequences(self):
         """Return the SequenceCache of the model's engine."""
