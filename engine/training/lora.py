@@ -14,6 +14,7 @@ A parameter has the name that it has in model.py. An adapter adds NAME.lora_A an
 Q8_0 matrix has NAME.q and NAME.d in place of NAME.weight, and tokens that the frozen model lacks
 have a trained row each in NAME.new_rows of embedding and classifier.
 """
+import copy
 import math
 from functools import partial
 from typing import NamedTuple
@@ -132,7 +133,7 @@ class Frozen(nn.Module):
         super().__init__()
         rows, columns = shape
         make = partial(torch.empty, device=device)
-        self.weight = self.q = self.d = None
+        self.dtype, self.weight, self.q, self.d = lora.dtype, None, None, None
         if is_quantized:
             self.q = frozen(make(rows, columns, dtype=torch.int8))
             self.d = frozen(make(rows, columns // 32, dtype=torch.float16))
@@ -146,12 +147,12 @@ class Frozen(nn.Module):
 
     def product(self, x):
         """
-        Return x W^T in the dtype of x. Outside autocast, where x is float32, it is x that is
-        converted to the dtype of W: it has fewer numbers.
+        Return x W^T in the dtype of x. The product is in the training's dtype outside autocast too,
+        where samples are drawn: W in float32 would take much memory, and time for each token.
         """
-        if self.q is None:
-            return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
-        return Q8Product.apply(x, self.q, self.d)
+        low = x.to(self.dtype)
+        y = F.linear(low, self.weight) if self.q is None else Q8Product.apply(low, self.q, self.d)
+        return y.to(x.dtype)
 
 
 class Linear(Frozen):
@@ -257,6 +258,18 @@ def build(args, lora, device):
     model.rope = rope_table(args).to(device)
     model.lora = lora
     return model
+
+
+def plain_copy(module, model):
+    """
+    Return a copy of a module of a model; if it is a LoRA, one of model.py's with the adapters
+    merged. The module's class takes ModelArgs.
+    """
+    if model.lora is None:
+        return copy.deepcopy(module)
+    plain = type(module)(model.args)
+    plain.load_state_dict({**merged(module.state_dict(), model.lora)})
+    return plain
 
 
 def split(model):
