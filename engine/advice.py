@@ -37,6 +37,8 @@ hidden_dim: intermediate_size ffn_dim d_ff ffn_hidden_size
 max_seq_len (in tokens): block_size context context_length context_size ctx_len n_ctx seq_length
 max_seq_len (in tokens): sequence_length max_position_embeddings max_length
 tie_embeddings: tied tie_word_embeddings tied_embeddings weight_tying
+lora_rank: lora lora_r lora_dim use_lora qlora peft use_peft adapter r
+lora_targets: lora_target_modules target_modules lora_modules
 dropout: attention_dropout hidden_dropout resid_pdrop
 perplexity (with a text file): text text_file input input_file ppl
 data: dataset dataset_name data_path data_dir data_file train_file train_data
@@ -84,14 +86,16 @@ workers: num_workers num_proc dataloader_num_workers
 # Rows of (settings of other programs that have no counterpart here, a knob, advice). The advice is
 # printed by those of our programs that have the knob.
 NO_COUNTERPART = [
-    ("lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft "
-     "use_peft adapter",
-     "init_from", "fine-tuning, --init_from=MODEL, trains all weights at a tenth of the learning "
-     "rate"),
+    ("lora_alpha use_rslora",
+     "lora_rank", "adapters are scaled by 16 / lora_rank; learning_rate does the rest"),
+    ("lora_dropout",
+     "lora_rank", "--dropout is that of the model"),
+    ("use_dora modules_to_save lora_bias",
+     "lora_rank", "adapters and the rows of new tokens are trained, nothing else"),
     ("load_in_4bit load_in_8bit use_4bit use_8bit quantization_config quantization "
      "bnb_4bit_compute_dtype",
-     "init_from", "training has float32 weights; export.py --dtype=q8_0 quantizes the trained "
-     "model"),
+     "lora_rank", "LoRA keeps the 8 bits of a GGUF file in Q8_0, which export.py --dtype=q8_0 "
+     "writes, and other types as dtype; without LoRA, weights are float32"),
     ("top_k",
      "top_p", "the number of tokens to choose from has no limit; --top_p limits their probability"),
     ("min_p typical_p repetition_penalty repeat_penalty presence_penalty frequency_penalty "

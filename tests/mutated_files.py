@@ -38,7 +38,7 @@ from engine.formats.chat_template import CHATML, Chat
 from engine.text import prepare, readers
 from engine.text.conversations import Intake
 from engine.text.corpus import Conversations, Corpus, scan
-from engine.training import checkpoint, load, progress, resume, run_folder
+from engine.training import checkpoint, load, lora, progress, resume, run_folder
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
 
@@ -174,6 +174,45 @@ def read_run(folder):
     resume.restore(s, step, signature, opt, False)
     progress.load_checkpoint(step, model, opt)
     run_folder.recover(folder)
+
+
+def lora_files(folder):
+    """A run of a LoRA from a base with one token less, some of whose matrices are in Q8_0."""
+    vocabulary = sentencepiece(folder)
+    spec = lora.LoRA(2, ("wq", "w2"), 16.0, torch.float32, frozenset({"layers.1.feed_forward.w2"}), vocabulary.vocab_size - 1)
+    model = lora.build(small_model(vocabulary).args, spec, "cpu")
+    for p in model.parameters():
+        p.data.fill_(1)
+    trained, frozen = lora.split(model)
+    saved = {"args": asdict(model.args), "model": trained, "chat": {}} | lora.stored(spec)
+    checkpoint.save(folder, checkpoint.Contents(1, saved, {}, {"init_from": "m"}, folder / "tokenizer.model", 1.0, frozen))
+    step = folder / "checkpoints/step_00000001"
+    return [step / "model.pt", step / "model.pt", step / "frozen.pt", step / "checkpoint.json"]
+
+
+def read_lora(folder):
+    """What a resumed training and export.py read of it besides what read_run does."""
+    step = checkpoint.locate(folder)
+    spec = load.plan_lora(None, torch.float32, step, True)
+    if spec:
+        lora.build(small_model(Tokenizer.load(checkpoint.tokenizer_path(step))).args, spec, "cpu")
+        load.read_adapters(step)
+    read_model(folder)
+
+
+def adapters_of_peft(folder):
+    """A Hugging Face folder, and PEFT's of adapters to it."""
+    from safetensors.torch import save_file
+    exported("hf")(folder)
+    (folder / "a").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "base_model_name_or_path": str(folder / "m"),
+              "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 290], "lm_head": [290]}}
+    (folder / "a/adapter_config.json").write_text(json.dumps(config))
+    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{letter}.weight" for n in range(2) for letter in "AB"]
+    rows = {f"base_model.model.{name}.token_adapter.trainable_tokens_delta": torch.ones(count, 16)
+            for name, count in (("model.embed_tokens", 2), ("lm_head", 1))}
+    save_file({name: torch.ones((2, 16) if "_A" in name else (16, 2)) for name in names} | rows, folder / "a/adapter_model.safetensors")
+    return [folder / "a/adapter_config.json", folder / "a/adapter_model.safetensors"]
 
 
 def fitting_manifest(folder):
@@ -395,6 +434,8 @@ FORMATS = {
     "hugging face in shards": (in_shards, lambda f: read_model(f / "m")),
     "meta .pth": (of_meta, read_model),
     "checkpoint": (run_files, read_run),
+    "checkpoint of a lora": (lora_files, read_lora),
+    "peft": (adapters_of_peft, lambda f: read_model(f / "a")),
     "prepared data": (prepared, read_prepared),
     "prepared conversations": (prepared_talk, read_prepared_talk),
     **{f"conversations {name}": (talk(f"a.{name}"), read_talk) for name in ("jsonl", "json", "parquet")},
@@ -406,7 +447,7 @@ FORMATS = {
     "log.jsonl": (logged, read_logged),
     "labelled .jsonl": (labelled, read_labelled),
 }
-FITTING = {"checkpoint": fitting_manifest, "prepared data": fitting_meta, "prepared conversations": fitting_meta}
+FITTING = {"checkpoint": fitting_manifest, "checkpoint of a lora": fitting_manifest, "prepared data": fitting_meta, "prepared conversations": fitting_meta}
 
 
 # ---- mutants

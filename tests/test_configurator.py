@@ -235,6 +235,7 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
         "save_steps>eval_interval logging_steps>log_interval warmup_steps>warmup_iters adam_beta2>beta2 "
         "max_grad_norm>grad_clip lr_scheduler_type>schedule report_to>wandb_log bf16>dtype "
         "gradient_checkpointing>activation_checkpointing resume_from_checkpoint>init_from run_name>wandb_run_name "
+        "lora>lora_rank use_peft>lora_rank lora_r>lora_rank target_modules>lora_targets "
         "model>init_from batchsize>batch_size lerning_rate>learning_rate weight_deacy>weight_decay "
         "rate>learning_rate embedding_lr>embedding_lr_scale warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
     "sample": "model>out_dir start>prompt checkpoint>out_dir max_length>max_new_tokens",
@@ -263,8 +264,8 @@ def test_the_table_of_other_programs_names_only_what_exists():
 
 @pytest.mark.parametrize("script, theirs, words", [
     ("sample", "top_k", "--top_p limits their probability"), ("sample", "repetition_penalty", "--temperature and --top_p"),
-    ("train", "lora", "trains all weights"), ("train", "lora_rank", "trains all weights"), ("train", "LoRA", "trains all"),
-    ("train", "load_in_4bit", "export.py --dtype=q8_0"), ("train", "messages", "one string a document"),
+    ("train", "lora_alpha", "16 / lora_rank"), ("train", "lora_dropout", "--dropout"),
+    ("train", "load_in_4bit", "a GGUF file in Q8_0"), ("train", "messages", "one string a document"),
     ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--fsdp=True")])
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
     said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))

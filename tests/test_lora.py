@@ -282,7 +282,7 @@ def test_only_adapters_are_trained_and_the_base_is_stored_once(folder):
     trained = 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 192)) + 2 * 64
     assert f"lora:  adapters of rank 4 and alpha 16 for all matrices of the blocks: {trained:,} trained parameters" in said
     assert re.search(r"learning_rate=0.006; optimizer=adamw\n", said)
-    assert re.search(r"checks: 10 passed", said) and "warning: check" not in said.replace("check loss", "")
+    assert re.search(r"checks: \d+ passed", said) and "warning: check" not in said
     steps = checkpoint.steps(folder / "tuned")
     assert len(steps) == 3 and len({(step / "frozen.pt").stat().st_ino for step in steps}) == 1
     state, args, _, _ = load.read_model(folder / "base")
@@ -325,7 +325,7 @@ def test_two_processes_train_as_one_does(folder):
     with ThreadPoolExecutor(2) as pool:
         both = [*pool.map(lambda rank: train(folder, *args, "--out_dir=both", **where, RANK=rank, LOCAL_RANK=rank), range(2))]
     assert all(done.returncode == 0 for done in both), "".join(done.stdout + done.stderr for done in both)
-    assert "checks: 10 passed" in both[0].stdout
+    assert " passed in " in both[0].stdout and "warning: check" not in both[0].stdout
     one, two = (rows(folder, out)[-1] for out in ("alone", "both"))
     assert one["loss/train"] == pytest.approx(two["loss/train"], rel=1e-5) and one["grad/norm"] == pytest.approx(two["grad/norm"], rel=1e-3)
 
@@ -384,8 +384,8 @@ def test_a_lora_is_tuned_again_and_evaluated_as_any_model(folder):
 
 
 @pytest.mark.parametrize("args, said", [
-    (["--init_from=base", "--lora_targets=wq,wx"], "there is no matrix 'wx' in a block; expected all, or some of wq,wk,wv,wo,w1,w2,w3"),
-    (["--init_from=base", "--lora_targets="], "expected all, or some of"), (["--init_from=base", "--lora_rank=-1"], "lora_rank is -1"),
+    (["--init_from=base", "--lora_targets=wq,wx"], "there is no matrix 'wx' in a block; expected all alone, or some of wq,wk,wv,wo,w1,w2,w3"),
+    (["--init_from=base", "--lora_targets="], "names no matrix; expected all alone, or some of"), (["--init_from=base", "--lora_rank=-1"], "lora_rank is -1"),
     (["--init_from=scratch"], "--lora_rank=4: LoRA adapts a trained model; give its path as --init_from"),
     (["--init_from=base", "--out_dir=tuned", "--lora_rank=8"], "holds a run with lora_rank=4, now it is 8"),
     (["--init_from=base", "--out_dir=tuned", "--lora_targets=wq"], "holds a run with lora_targets=all, now it is wq"),

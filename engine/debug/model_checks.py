@@ -123,20 +123,19 @@ def attention(ctx):
         raise Skip
     T = min(ctx.config.max_seq_len, 6)
     for i in sorted({0, ctx.args.n_layers - 1}):
-        module = copy.deepcopy(ctx.model.layers[i].attention).cpu().float().eval()
-        weights = lora.merged(module.state_dict(), ctx.model.lora)
+        module = lora.plain_copy(ctx.model.layers[i].attention, ctx.model).cpu().float().eval()
         x = torch.randn(1, T, ctx.args.dim)
-        q, k = (x @ weights[name].T for name in ("wq.weight", "wk.weight"))
+        q, k = (x @ linear.weight.detach().T for linear in (module.wq, module.wk))
         # Scale x so that the scores have a standard deviation of 2: the scores of fresh weights are
         # too small to show errors.
         x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()
         with torch.no_grad():
             ours = module(x, ctx.model.rope[:T].cpu())[0].double().numpy()
-        gap = difference(ours, plain_attention(weights, x[0], ctx.args))
+        gap = difference(ours, plain_attention(module, x[0], ctx.args))
         if gap < 1e-3:
             continue
         found = f"attention of layers.{i} differs from the formula by {gap:.2g}"
-        if difference(ours, plain_attention(weights, x[0], ctx.args, halves=True)) < 1e-3:
+        if difference(ours, plain_attention(module, x[0], ctx.args, halves=True)) < 1e-3:
             raise Bug(f"{found}: it rotates the pairs (i, i + Q/2), but model files and ./run have "
                       f"(2i, 2i + 1); look at ops.rotate")
         raise Bug(f"{found}, so model.gguf will not compute what is trained; look at its "
@@ -148,13 +147,12 @@ def difference(a, b):
     return float(np.abs(a - b).max() / (np.abs(b).max() + 1e-12))
 
 
-def plain_attention(weights, x, args, halves=False):
+def plain_attention(module, x, args, halves=False):
     """
     Return the output (T, D) of attention on x (T, D), by loops over heads, positions and pairs in
-    float64; shares no code with model.py. weights: {name: tensor} of an Attention. halves: rotate
-    the pairs (i, i + Q/2), not (2i, 2i + 1).
+    float64; shares no code with model.py. halves: rotate the pairs (i, i + Q/2), not (2i, 2i + 1).
     """
-    weights = {name: w.double().numpy() for name, w in weights.items()}
+    weights = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
     T, Q, x = len(x), args.head_dim, x.double().numpy()
     out = np.zeros((T, args.n_heads * Q))
 

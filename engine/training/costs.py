@@ -270,6 +270,9 @@ def expected_memory(config, args, device, amp_dtype, rows=0, adapters=None):
     # The float32 gradients of the cross entropy's input and of the lm_head's weights, counted twice
     # as an allowance for temporary copies of either.
     logits += 8 * (tokens + (0 if adapters else args.vocab_size)) * args.dim
+    table = "tok_embeddings" if args.tied else "output"
+    if adapters and (table in adapters.quantized or args.vocab_size > adapters.frozen_rows):
+        logits += size * args.vocab_size * args.dim  # the classifier, dequantized or with new rows
     kinds = persistent_memory(args, config.optimizer, step.shards, adapters)
     kinds["gradients"] = kinds["weights"]
     # Autocast keeps 16-bit copies of the weights.

@@ -104,9 +104,20 @@ def read_run(path, with_tokenizer):
     merged into its weights.
     """
     folder = checkpoint.locate(path)
-    saved, file = checkpoint.load(folder), folder / "model.pt"
+    saved = checkpoint.load(folder)
+    state, args, adapters = checked_model(saved, folder / "model.pt")
+    vocabulary = Tokenizer.load(checkpoint.tokenizer_path(folder)) if with_tokenizer else None
+    extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
+    return lora.merged(state, adapters), args, vocabulary, extra
+
+
+def checked_model(saved, file, dtype=torch.float32):
+    """
+    Return ({name: tensor}, ModelArgs, lora.LoRA or None) of the dict in a checkpoint's model.pt.
+    dtype: of the LoRA. Exit with a message if they do not fit each other.
+    """
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
-    adapters = lora.of_checkpoint(saved)
+    adapters = lora.of_checkpoint(saved, dtype)
     # A damaged file may claim huge sizes: compare them with the tensors before a model is built. A
     # sharded checkpoint is not a dict and would read every tensor for its shape. load_weights
     # refuses names that are unknown.
@@ -116,9 +127,7 @@ def read_run(path, with_tokenizer):
         if adapters:
             expected = lora.expected_tensors(args, adapters)
         check_tensors(shapes, expected, file, ignored=shapes)
-    vocabulary = Tokenizer.load(checkpoint.tokenizer_path(folder)) if with_tokenizer else None
-    extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
-    return lora.merged(state, adapters), args, vocabulary, extra
+    return state, args, adapters
 
 
 def read_adapters(path):
@@ -213,7 +222,8 @@ def plan_lora(config, dtype, path, resuming):
     """
     if resuming:
         with reading(path, "a model", fail):
-            return lora.of_checkpoint(checkpoint.load(path, check=False, mmap=True), dtype)
+            saved = checkpoint.load(path, check=False, mmap=True)
+            return checked_model(saved, path / "model.pt", dtype)[2]
     if not config.lora_rank:
         return None
     if path is None:

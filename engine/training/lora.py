@@ -14,6 +14,7 @@ A parameter has the name that it has in model.py. An adapter adds NAME.lora_A an
 Q8_0 matrix has NAME.q and NAME.d in place of NAME.weight, and tokens that the frozen model lacks
 have a trained row each in NAME.new_rows of embedding and classifier.
 """
+import copy
 import math
 from functools import partial
 from typing import NamedTuple
@@ -67,10 +68,13 @@ def parse_targets(words):
         return tuple(TARGETS)
     ours = {theirs: name for name, theirs in TARGETS.items()}
     found = {ours.get(name, name) for name in names}
-    if not found or found - TARGETS.keys():
-        unknown = min(found - TARGETS.keys(), default="")
-        fail(f"--lora_targets={words}: there is no matrix {unknown!r} in a block; expected all, or "
-             f"some of {','.join(TARGETS)} (Hugging Face's {','.join(TARGETS.values())})")
+    expected = (f"expected all alone, or some of {','.join(TARGETS)} (Hugging Face's "
+                f"{','.join(TARGETS.values())})")
+    if not found:
+        fail(f"--lora_targets={words}: names no matrix; {expected}")
+    if found - TARGETS.keys():
+        unknown = min(found - TARGETS.keys())
+        fail(f"--lora_targets={words}: there is no matrix {unknown!r} in a block; {expected}")
     return tuple(name for name in TARGETS if name in found)
 
 
@@ -132,7 +136,7 @@ class Frozen(nn.Module):
         super().__init__()
         rows, columns = shape
         make = partial(torch.empty, device=device)
-        self.weight = self.q = self.d = None
+        self.dtype, self.weight, self.q, self.d = lora.dtype, None, None, None
         if is_quantized:
             self.q = frozen(make(rows, columns, dtype=torch.int8))
             self.d = frozen(make(rows, columns // 32, dtype=torch.float16))
@@ -146,12 +150,12 @@ class Frozen(nn.Module):
 
     def product(self, x):
         """
-        Return x W^T in the dtype of x. Outside autocast, where x is float32, it is x that is
-        converted to the dtype of W: it has fewer numbers.
+        Return x W^T in the dtype of x. The product is in the training's dtype outside autocast too,
+        where samples are drawn: W in float32 would take much memory, and time for each token.
         """
-        if self.q is None:
-            return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
-        return Q8Product.apply(x, self.q, self.d)
+        low = x.to(self.dtype)
+        y = F.linear(low, self.weight) if self.q is None else Q8Product.apply(low, self.q, self.d)
+        return y.to(x.dtype)
 
 
 class Linear(Frozen):
@@ -257,6 +261,18 @@ def build(args, lora, device):
     model.rope = rope_table(args).to(device)
     model.lora = lora
     return model
+
+
+def plain_copy(module, model):
+    """
+    Return a copy of a module of a model; if it is a LoRA, one of model.py's with the adapters
+    merged. The module's class takes ModelArgs.
+    """
+    if model.lora is None:
+        return copy.deepcopy(module)
+    plain = type(module)(model.args)
+    plain.load_state_dict({**merged(module.state_dict(), model.lora)})
+    return plain
 
 
 def split(model):
@@ -381,7 +397,7 @@ def stored(lora):
 def of_checkpoint(saved, dtype=torch.float32):
     """
     Return the LoRA of the dict in a checkpoint's model.pt, None if it has none. dtype: as of LoRA.
-    Raises KeyError or ValueError if an entry is missing or invalid.
+    Raises KeyError, TypeError or ValueError if an entry is missing or invalid.
     """
     if "lora" not in saved:
         return None
