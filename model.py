@@ -239,6 +239,10 @@ class Transformer(nn.Module):
         if args.tied:
             self.output.weight = self.tok_embeddings.weight
 
+    def fill_rope(self, device):
+        """Compute `rope` on a device, for a model that was built on the meta device."""
+        self.rope = rope_table(self.args).to(device)
+
     def init_weights(self):
         """
         Draw the matrices from a normal distribution with standard deviation 0.02, for w2 divided by

@@ -609,7 +609,7 @@ def test_noise_tells_the_rows_of_the_embedding_apart(tmp_path, tied):
     for seed in 1, 1, 2:
         torch.manual_seed(seed)
         model = Transformer(args)
-        load.start_from(model, tmp_path / "m.gguf", noise=0.1)
+        load.start_from(model, tmp_path / "m.gguf", resuming=False, noise=0.1)
         for name, weight in model.state_dict().items():
             is_noisy = name == "tok_embeddings.weight" or tied and name == "output.weight"
             noise = weight - base.state_dict()[name]

@@ -194,7 +194,7 @@ def test_of_several_files_of_weights_those_that_transformers_loads(tmp_path, voc
     change_json(folder / index, weight_map=where | {"model.norm.weight": "other.safetensors"})
     assert "is in model-00001-of-00001.safetensors and in other.safetensors" in refused(capsys, load.read_model, folder)
     (folder / "adapter_config.json").write_text("{}")
-    assert "an adapter" in refused(capsys, load.read_model, folder)
+    assert "adapter_config.json: base_model_name_or_path is None" in refused(capsys, load.read_model, folder)
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1861,16 +1861,16 @@ def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypat
         s = s.changed(gradient_accumulation_steps=pieces)
         need = sum(costs.min_memory(args, s.optimizer, costs.Pass(8 * 64, **at_once)).values())
         monkeypatch.setattr(hardware, "free_memory", lambda device: need)
-        costs.refuse_too_large(s, args, cpu, torch.float32)
+        costs.refuse_too_large(s, args, costs.TrialSetup(train.BUILD, cpu, torch.float32))
         monkeypatch.setattr(hardware, "free_memory", lambda device: need - 1)
         with pytest.raises(SystemExit):
-            costs.refuse_too_large(s, args, cpu, torch.float32)
+            costs.refuse_too_large(s, args, costs.TrialSetup(train.BUILD, cpu, torch.float32))
         assert "lower --batch_size (now 8)" in capsys.readouterr().err
     least = sum(costs.min_memory(args, s.optimizer, costs.Pass(64, accumulating=True)).values())  # of one sequence at a time
     for free, advice in (least, "lower --batch_size"), (least - 1, "choose a smaller --dim (now 64)"):
         monkeypatch.setattr(hardware, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):
-            costs.refuse_too_large(s, args, cpu, torch.float32)
+            costs.refuse_too_large(s, args, costs.TrialSetup(train.BUILD, cpu, torch.float32))
         said = capsys.readouterr().err
         assert advice in said
         whole, parts, there = re.search(r"at least ([\d.]+) GiB of memory \((.*)\) and there are ([\d.]+);", said).groups()

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from configurator import fail
 from engine.formats.layout import LAYER_TENSORS, tensors
 from engine.formats.reader import Tensors
-from model import rope_table
 
 # {last word of a matrix's name in model.py: in Hugging Face's}, of the matrices of a block
 TARGETS = {ours.split(".")[-1]: theirs.split(".")[-1]
@@ -258,7 +257,7 @@ def build(args, lora, device):
                 setattr(module, kind, frozen(torch.empty(p.shape, device=device)))
     if args.tied:
         model.output.share(model.tok_embeddings)
-    model.rope = rope_table(args).to(device)
+    model.fill_rope(device)
     model.lora = lora
     return model
 
@@ -281,7 +280,7 @@ def split(model):
     trained.
     """
     named = dict(model.named_parameters())
-    if model.lora is None:
+    if getattr(model, "lora", None) is None:  # also a module that is no Transformer
         return named, {}
     trained = {name: p for name, p in named.items() if p.requires_grad}
     return trained, {name: p for name, p in named.items() if name not in trained}
