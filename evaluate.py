@@ -46,7 +46,7 @@ from tokenizer import decode_utf8
 from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 
 out_dir = "out"     # model: a run's folder, a folder of runs (the newest), a checkpoint's folder, a
-                    # Hugging Face or Meta folder, a GGUF or llama2.c file
+                    # Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 tokenizer = ""      # vocabulary of a llama2.c file: tokenizer.model, tokenizer.json, tokenizer.bin
 perplexity = ""     # a UTF-8 text to predict
 data = ""           # labelled prompts, .jsonl

@@ -24,7 +24,7 @@ from page.inside import html
 from tokenizer import decode_utf8
 
 out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
-                        # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
+                        # folder, a Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # vocabulary of a llama2.c file: tokenizer.model, .json or .bin
 prompt = ""             # text to continue
 prompts = ""            # instead continue each line of this UTF-8 file

@@ -206,11 +206,10 @@ def adapters_of_peft(folder):
     exported("hf")(folder)
     (folder / "a").mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "base_model_name_or_path": str(folder / "m"),
-              "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 290], "lm_head": [290]}}
+              "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
     (folder / "a/adapter_config.json").write_text(json.dumps(config))
     names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{letter}.weight" for n in range(2) for letter in "AB"]
-    rows = {f"base_model.model.{name}.token_adapter.trainable_tokens_delta": torch.ones(count, 16)
-            for name, count in (("model.embed_tokens", 2), ("lm_head", 1))}
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 16)}
     save_file({name: torch.ones((2, 16) if "_A" in name else (16, 2)) for name in names} | rows, folder / "a/adapter_model.safetensors")
     return [folder / "a/adapter_config.json", folder / "a/adapter_model.safetensors"]
 
