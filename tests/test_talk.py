@@ -674,7 +674,11 @@ def test_a_client_that_leaves_frees_its_memory(server, monkeypatch, stream, n_pr
         while time.monotonic() < end and not (found.running and found.running[0].text and len(found.running[0].text.sequence) > 3):
             time.sleep(0.01)
         (task,) = found.running
-    assert idle(found) and task.cancelled and task.text.sequence.pointer is None
+    assert idle(found) and task.cancelled
+    end = time.monotonic() + usual(10)
+    while task.text.sequence.pointer is not None and time.monotonic() < end:
+        time.sleep(0.01)  # it is freed after it has left the list of running texts
+    assert task.text.sequence.pointer is None
     assert bool(task.text.count) == (n_prompt == 1)
 
 
