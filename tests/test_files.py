@@ -245,6 +245,14 @@ REFUSED = {  # name: (bytes of the file, words of the answer)
 }
 
 
+def test_an_object_that_is_too_long_is_refused_with_its_number_and_the_limit(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tables, "MAX_LINE", 2 << 20)
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps([{"text": "short"}, {"text": "the cat sat. " * 200_000}]))  # 2.6 million bytes
+    error = refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
+    assert "object 2 is longer than 2 MB, or no JSON" in error
+
+
 def both(folder):
     """The documents of a prepared folder: those to train on, then those of the validation."""
     d = data.load(folder)
