@@ -103,6 +103,9 @@ class Run:
 
     def __init__(self, folder, name=""):
         self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
+        # Joined once: the page looks at these files of 200 runs twice a second.
+        self.log_path = os.path.join(folder, "log.jsonl")
+        self.config_path = os.path.join(folder, "config.json")
         self.config_stamp, self.problem = (), ""
         self.minutes_at, self.minutes = (), 0.0
         self.reset()
@@ -122,10 +125,10 @@ class Run:
         whether there may be another chunk. Raises OSError.
         """
         self.read_config()
-        now = stamp(self.folder / "log.jsonl")
+        now = stamp(self.log_path)
         if self.stamp == now:
             return False
-        with open_untrusted(self.folder / "log.jsonl") as f:
+        with open_untrusted(self.log_path) as f:
             f.seek(self.offset - len(self.tail))
             if f.read(len(self.tail)) != self.tail:
                 self.reset()
@@ -151,17 +154,16 @@ class Run:
 
     def read_config(self):
         """Read config.json if it has changed, as it does when a run is resumed."""
-        path = self.folder / "config.json"
         try:
-            now = stamp(path)
+            now = stamp(self.config_path)
         except OSError:
             now = None
         if now == self.config_stamp:
             return
         before, self.config, self.problem, self.config_stamp = self.config, {}, "", now
-        if os.path.lexists(path):
+        if os.path.lexists(self.config_path):
             try:
-                self.config = tame(with_own_names(read_json(path)))
+                self.config = tame(with_own_names(read_json(self.config_path)))
             except (OSError, ValueError, MemoryError) as e:
                 self.problem = f"config.json: {reason(e)}"
         if self.count and self.config != before:

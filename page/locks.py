@@ -1,6 +1,8 @@
 """Find out which trainers and jobs of the page are alive: each holds a lock on a file."""
 import fcntl
+import os
 import socket
+import stat
 from pathlib import Path
 
 from engine.untrusted import open_untrusted, read_json
@@ -43,12 +45,14 @@ def trainer_pid(folder, holders):
     A trainer writes its process id into trainer.json and holds the lock on that file. Both must
     agree, because the caller may stop this process, and anyone may have written the file.
     """
-    path = folder / "trainer.json"
+    path = os.path.join(folder, "trainer.json")
     try:
-        if path.is_symlink():  # possibly to another run's file, whose trainer would be stopped
+        found = os.lstat(path)
+        # A link possibly leads to another run's file, whose trainer would be stopped.
+        if stat.S_ISLNK(found.st_mode):
             return None
         # Processes with a lock on a file of this inode; None: unknown, so the lock is tried.
-        pids = None if holders is None else holders.get(path.stat().st_ino, [])
+        pids = None if holders is None else holders.get(found.st_ino, [])
         if pids == [] or pids is None and not is_locked(path):
             return None
         found = read_json(path)

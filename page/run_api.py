@@ -10,7 +10,6 @@ import compare
 from compare import Run, tame
 from engine.tracking.log import tables_of
 from engine.untrusted import open_untrusted, read_json
-from page.locks import trainer_pid
 from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
 from track import AnomalyDetector, parse_row
@@ -111,7 +110,7 @@ class RunApi:
         """Return a run's row of the table. "odd": what could not be read of it, or ""."""
         results = self.runs.attempt(run, Run.results, {}) if run.count else {}
         numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
-        training = trainer_pid(run.folder, self.runs.lock_holders) is not None
+        training = self.runs.trainers.get(run.name) is not None
         return {"name": run.name, "rows": run.count, "results": numbers, "training": training,
                 "max_iters": clean(run.config.get("max_iters")),
                 "odd": self.runs.errors.get(run.name, run.problem)}
@@ -244,7 +243,7 @@ class RunApi:
 
     def versions(self):
         """Return {run: (version, rows, process id of its trainer)}; a change causes an event."""
-        return {run.name: (run.version, run.count, trainer_pid(run.folder, self.runs.lock_holders))
+        return {run.name: (run.version, run.count, self.runs.trainers.get(run.name))
                 for run in self.runs.shown()}
 
     def news(self, run, version, start):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compare import Run, encodable
 from engine.untrusted import open_untrusted, reason
-from page.locks import lock_holders
+from page.locks import lock_holders, trainer_pid
 from page.state import state_folder
 from track import parse_row
 
@@ -60,7 +60,7 @@ class Runs:
         self.previews = {}  # {name: Run} of long logs that were not read to their ends yet
         self.unread = {}    # {name: Run} of those that may have more rows, in the order of reading
         self.errors = {}    # {name: why the latest attempt to read it failed}
-        self.lock_holders = {}  # what lock_holders() has returned at the latest check
+        self.trainers = {}      # {name: process id of its trainer, None without one}, as checked
         # Times of the latest search and the latest check, by time.monotonic().
         self.searched = self.checked = -math.inf
 
@@ -103,7 +103,9 @@ class Runs:
                 self.search()
             if now - self.checked >= CHECK_INTERVAL:
                 self.checked = now
-                self.lock_holders = lock_holders()
+                holders = lock_holders()
+                self.trainers = {name: trainer_pid(run.folder, holders)
+                                 for name, run in self.runs.items()}
                 # Check the runs that were read to their ends first: a long log delays no other.
                 ended = {name: run for name, run in self.runs.items() if name not in self.unread}
                 unread = {name: run for name, run in self.unread.items() if name in self.runs}
