@@ -2,17 +2,19 @@
 LoRA: train low-rank adapters beside the frozen matrices of a model.
 https://arxiv.org/abs/2106.09685
 
-    y = W x + alpha / rank B (A x)
+    y = W x + (alpha / rank) B (A x)
 
-W (out, in) is frozen; A (rank, in) and B (out, rank) are trained, in float32.
-B starts as zeros, so an adapted model starts as the model itself. Frozen weights need no gradients,
-no optimizer state and no float32 copy: their matrices are held in the dtype of the training, or as
-the 8-bit blocks of a GGUF file in Q8_0, which are dequantized one matrix at a time
-(https://arxiv.org/abs/2305.14314).
+W (out, in) is frozen; A (rank, in) and B (out, rank) are trained, in float32. B starts as zeros, so
+training starts from the output of the unchanged model.
 
-A parameter has the name that it has in model.py. An adapter adds NAME.lora_A and NAME.lora_B, a
-Q8_0 matrix has NAME.q and NAME.d in place of NAME.weight, and tokens that the frozen model lacks
-have a trained row each in NAME.new_rows of embedding and classifier.
+Frozen weights need no gradients, no optimizer state and no float32 master copy. Frozen matrices are
+stored in the run's compute dtype (--dtype). Those that a GGUF file has in Q8_0, its 8-bit format,
+stay in Q8_0, and each is dequantized when it is used (https://arxiv.org/abs/2305.14314).
+
+Parameters have the names of model.py, with three exceptions:
+- an adapter adds NAME.lora_A and NAME.lora_B to the NAME.weight of its matrix;
+- a matrix in Q8_0 has NAME.q (values) and NAME.d (scales) in place of NAME.weight;
+- embedding and classifier get NAME.new_rows, the trained rows of tokens that the base model lacks.
 """
 import copy
 import math
@@ -27,23 +29,26 @@ from configurator import fail
 from engine.formats.layout import LAYER_TENSORS, tensors
 from engine.formats.reader import Tensors
 
-# {last word of a matrix's name in model.py: in Hugging Face's}, of the matrices of a block
-TARGETS = {ours.split(".")[-1]: theirs.split(".")[-1]
-           for ours, _, theirs, letters in LAYER_TENSORS if len(letters) == 2}
-# Adapters are scaled by ALPHA / rank. The best learning rate is then about the same for ranks 2, 8
-# and 32; with the scale 2 for all of them it falls as the rank grows (doc/lab/lora.md).
+# The matrices of a block, which can get adapters: {name in model.py: name in Hugging Face's files},
+# such as "wq": "q_proj"
+TARGETS = {name.split(".")[-1]: hf_name.split(".")[-1]
+           for name, _, hf_name, shape in LAYER_TENSORS if len(shape) == 2}
+# An adapter is scaled by ALPHA / rank. The best learning rate is then about the same for ranks 2, 8
+# and 32. With the same scale for all ranks, it would fall as the rank grows (doc/lab/lora.md).
 ALPHA = 16.0
-CACHED = 1 << 18  # numbers of a matrix that are dequantized at a time on a CPU
+DEQUANT_CHUNK = 1 << 18  # values that a CPU dequantizes at a time: few enough to stay in its cache
 
 
 class LoRA(NamedTuple):
     """
     What is frozen and what is trained in an adapted model.
 
-    rank: of the adapters; targets: last words of the names of the matrices that get one; alpha:
-    their scale times the rank; dtype: torch dtype of the frozen matrices; quantized: names of the
-    matrices, such as "layers.0.attention.wq", that are held in Q8_0; frozen_rows: number of tokens
-    of the frozen model.
+    rank: the rank of every adapter.
+    targets: the matrices of each block that get an adapter, as keys of TARGETS.
+    alpha: adapters are scaled by alpha / rank.
+    dtype: torch dtype in which frozen matrices are multiplied, and stored unless quantized.
+    quantized: names of the matrices that are stored in Q8_0, such as "layers.0.attention.wq".
+    frozen_rows: vocabulary size of the base model. Tokens from this one on get new rows.
     """
     rank: int
     targets: tuple
@@ -57,61 +62,63 @@ class LoRA(NamedTuple):
         return self.alpha / self.rank
 
 
-def parse_targets(words):
+def parse_targets(setting):
     """
-    Return the names in TARGETS that --lora_targets selects, in the order of TARGETS. words: "all",
-    or names of ours or of Hugging Face, separated by commas.
+    Return the keys of TARGETS that --lora_targets selects, in their order. setting: "all", or keys
+    or values of TARGETS, separated by commas. Exit with a message if it is anything else.
     """
-    names = {word.strip() for word in words.split(",")} - {""}
+    names = {name.strip() for name in setting.split(",")} - {""}
     if names == {"all"}:
         return tuple(TARGETS)
-    ours = {theirs: name for name, theirs in TARGETS.items()}
-    found = {ours.get(name, name) for name in names}
-    expected = (f"expected all alone, or some of {','.join(TARGETS)} (Hugging Face's "
+    from_hf = {hf_name: name for name, hf_name in TARGETS.items()}
+    selected = {from_hf.get(name, name) for name in names}
+    expected = (f"expected all alone, or some of {','.join(TARGETS)} (Hugging Face's names: "
                 f"{','.join(TARGETS.values())})")
-    if not found:
-        fail(f"--lora_targets={words}: names no matrix; {expected}")
-    if found - TARGETS.keys():
-        unknown = min(found - TARGETS.keys())
-        fail(f"--lora_targets={words}: there is no matrix {unknown!r} in a block; {expected}")
-    return tuple(name for name in TARGETS if name in found)
+    if not selected:
+        fail(f"--lora_targets={setting}: names no matrix; {expected}")
+    if selected - TARGETS.keys():
+        unknown = min(selected - TARGETS.keys())
+        fail(f"--lora_targets={setting}: there is no matrix {unknown!r} in a block; {expected}")
+    return tuple(name for name in TARGETS if name in selected)
 
 
 def new(config, dtype, frozen_rows, quantized=frozenset()):
-    """Return the LoRA of a new run with these settings; the other arguments are as of LoRA."""
+    """Return the LoRA of a new run. config: its settings; the other arguments: see LoRA."""
     targets = parse_targets(config.lora_targets)
     return LoRA(config.lora_rank, targets, ALPHA, dtype, quantized, frozen_rows)
 
 
 def target_words(targets):
-    """Return the value of --lora_targets that selects these targets."""
+    """Return the value of --lora_targets that selects these targets: undo parse_targets."""
     return "all" if targets == tuple(TARGETS) else ",".join(targets)
 
 
 # ---- the adapted model ---------------------------------------------------------------------------
 
 def frozen(tensor):
+    """Return a tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def dequantized(q, d, dtype):
     """
-    Return a Q8_0 matrix (R, C) in a dtype. q: (R, C) int8; d: (R, C / 32) float16. The products are
-    float32; on a CPU they are computed for some rows at a time, which stay in its cache.
+    Return a Q8_0 matrix W (R, C) in a dtype. q: (R, C) int8 values; d: (R, C / 32) float16, a scale
+    for each block of 32 values. W = q d is computed in float32, then rounded to the dtype.
     """
     w = torch.empty(q.shape, dtype=dtype, device=q.device)
-    in_pieces = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    rows = max(1, CACHED // q.shape[1]) if in_pieces else len(q)
-    for part, integers, scales in zip(w.split(rows), q.split(rows), d.split(rows)):
-        blocks = integers.float().unflatten(-1, (-1, 32))
-        part.copy_(blocks.mul_(scales.float()[..., None]).flatten(-2))
+    # On a CPU, take few rows at a time, so that their float32 values stay in its cache.
+    in_chunks = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    rows = max(1, DEQUANT_CHUNK // q.shape[1]) if in_chunks else len(q)
+    for w_rows, values, scales in zip(w.split(rows), q.split(rows), d.split(rows)):
+        blocks = values.float().unflatten(-1, (-1, 32))
+        w_rows.copy_(blocks.mul_(scales.float()[..., None]).flatten(-2))
     return w
 
 
 class Q8Product(torch.autograd.Function):
     """
-    The product x W^T with a frozen Q8_0 matrix, (..., C) -> (..., R). backward dequantizes W again,
-    instead of keeping it since forward.
+    x W^T for a frozen Q8_0 matrix W (R, C): (..., C) -> (..., R). To save memory, forward does not
+    save the dequantized W: backward dequantizes it again.
     """
 
     @staticmethod
@@ -127,8 +134,8 @@ class Q8Product(torch.autograd.Function):
 
 class Frozen(nn.Module):
     """
-    A frozen matrix W (R, C): `weight`, or the int8 values `q` and float16 scales `d` of Q8_0. Its
-    numbers are undefined until weights are loaded.
+    A frozen matrix W (R, C), stored as `weight`, or in Q8_0 as int8 values `q` and float16 scales
+    `d`. They are uninitialized until weights are loaded.
     """
 
     def __init__(self, shape, lora, is_quantized, device):
@@ -143,18 +150,20 @@ class Frozen(nn.Module):
             self.weight = frozen(make(rows, columns, dtype=lora.dtype))
 
     def matrix(self, dtype):
+        """Return W in a dtype."""
         if self.q is None:
             return self.weight.to(dtype)
         return dequantized(self.q, self.d, dtype)
 
     def product(self, x):
         """
-        Return x W^T in the dtype of x. The product is in the training's dtype outside autocast too,
-        where samples are drawn: W in float32 would take much memory, and time for each token.
+        Return x W^T in the dtype of x, computed in lora.dtype. Samples are drawn without autocast,
+        so x is converted here: converting W to float32 would take memory, and time for each token.
         """
-        low = x.to(self.dtype)
-        y = F.linear(low, self.weight) if self.q is None else Q8Product.apply(low, self.q, self.d)
-        return y.to(x.dtype)
+        x_low = x.to(self.dtype)
+        if self.q is None:
+            return F.linear(x_low, self.weight).to(x.dtype)
+        return Q8Product.apply(x_low, self.q, self.d).to(x.dtype)
 
 
 class Linear(Frozen):
@@ -168,7 +177,7 @@ class Linear(Frozen):
         if rank:
             self.lora_A = nn.Parameter(torch.empty(rank, columns, device=device))
             self.lora_B = nn.Parameter(torch.zeros(rows, rank, device=device))
-            if device.type != "meta":  # drawing there would import PyTorch's compiler
+            if device.type != "meta":  # random numbers on meta would import PyTorch's compiler
                 nn.init.uniform_(self.lora_A, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
 
     def forward(self, x):
@@ -182,9 +191,9 @@ class Linear(Frozen):
 
 class Table(Frozen):
     """
-    Frozen rows of an embedding or a classifier, and `new_rows` (N, D), which are trained: the
-    vocabulary of conversations has markers that the frozen model lacks, and a model that can't
-    learn them would never learn to end an answer.
+    An embedding or a classifier: the frozen rows of the base model's tokens, followed by `new_rows`
+    (N, D), the trained rows of the N tokens that it lacks. Those are the markers of conversations,
+    such as the one that ends an answer: with a frozen row, a model could not learn to end answers.
     """
 
     def __init__(self, shape, lora, is_quantized, device):
@@ -196,7 +205,7 @@ class Table(Frozen):
                                                      device=device))
 
     def share(self, other):
-        """Use the weights of another Table, as tied embedding and classifier do."""
+        """Use the parameters of another Table, to tie classifier and embedding."""
         for name in ("weight", "q", "d", "new_rows"):
             setattr(self, name, getattr(other, name))
 
@@ -205,6 +214,7 @@ class Embedding(Table):
     """Tokens (B, T) in, float32 (B, T, D) out, so that the residual stream is float32."""
 
     def forward(self, tokens):
+        # Look every token up in both parts, at a row that exists there; then choose by the token.
         known = tokens.clamp(max=self.frozen_rows - 1)
         if self.q is None:
             x = F.embedding(known, self.weight).float()
@@ -218,43 +228,44 @@ class Embedding(Table):
 
 
 class Classifier(Table):
-    """The logits (..., V) of x (..., D). ops.cross_entropy takes its `rows` instead."""
+    """x (..., D) in, logits (..., V) out. ops.cross_entropy computes logits from rows() instead."""
 
     def forward(self, x):
         y = self.product(x)
         return y if self.new_rows is None else torch.cat((y, F.linear(x, self.new_rows)), -1)
 
     def rows(self, dtype):
-        """Return (the frozen rows in a dtype, the new rows or None)."""
+        """Return (frozen rows in a dtype, new rows in float32 or None)."""
         return self.matrix(dtype), self.new_rows
 
 
 def build(args, lora, device):
     """
-    Return the Transformer of ModelArgs on a device, with new weights. If `lora` is not None, all
-    but its adapters and new rows is frozen and has undefined numbers until load_base.
+    Return the untrained Transformer of ModelArgs on a device. With a LoRA, all weights except its
+    adapters and new rows are frozen, and uninitialized until base_weights() are loaded.
     """
     if lora is None:
         return args.build().to(device)
     device = torch.device(device)
-    model = args.build("meta")
+    model = args.build("meta")  # the loop replaces all of its parameters
     for name, module in [*model.named_modules()]:
         is_quantized = name in lora.quantized
         if isinstance(module, nn.Embedding):
             adapted = Embedding(module.weight.shape, lora, is_quantized, device)
             model.set_submodule(name, adapted)
         elif module is model.output:
-            place = torch.device("meta") if args.tied else device  # share() replaces its weights
-            adapted = Classifier(module.weight.shape, lora, is_quantized, place)
+            # A tied classifier takes no memory here: share() replaces its parameters below.
+            output_device = torch.device("meta") if args.tied else device
+            adapted = Classifier(module.weight.shape, lora, is_quantized, output_device)
             model.set_submodule(name, adapted)
         elif isinstance(module, nn.Linear):
             rank = lora.rank if name.split(".")[-1] in lora.targets else 0
             has_bias = module.bias is not None
             adapted = Linear(module.weight.shape, lora, is_quantized, device, has_bias, rank)
             model.set_submodule(name, adapted)
-        else:  # norms
-            for kind, p in module.named_parameters(recurse=False):
-                setattr(module, kind, frozen(torch.empty(p.shape, device=device)))
+        else:  # a norm, or a module without parameters of its own
+            for parameter_name, p in module.named_parameters(recurse=False):
+                setattr(module, parameter_name, frozen(torch.empty(p.shape, device=device)))
     if args.tied:
         model.output.share(model.tok_embeddings)
     model.fill_rope(device)
@@ -264,8 +275,8 @@ def build(args, lora, device):
 
 def plain_copy(module, model):
     """
-    Return a copy of a module of a model; if it is a LoRA, one of model.py's with the adapters
-    merged. The module's class takes ModelArgs.
+    Return a plain copy of a module of a model: the adapters of its matrices are merged into the
+    copy's weights. The module's class must take ModelArgs as its only argument.
     """
     if model.lora is None:
         return copy.deepcopy(module)
@@ -276,22 +287,25 @@ def plain_copy(module, model):
 
 def split(model):
     """
-    Return ({name: trained parameter}, {name: frozen parameter}) of a model. Without LoRA, all are
-    trained.
+    Return ({name: trained parameter}, {name: frozen parameter}) of a model. Without LoRA, all its
+    parameters are trained.
     """
     named = dict(model.named_parameters())
-    if getattr(model, "lora", None) is None:  # also a module that is no Transformer
+    if getattr(model, "lora", None) is None:  # `model` may be any nn.Module
         return named, {}
     trained = {name: p for name, p in named.items() if p.requires_grad}
     return trained, {name: p for name, p in named.items() if name not in trained}
 
 
 def describe(lora, trained, total):
-    """Return a LoRA in words. trained, total: parameters that are trained, and of the model."""
+    """
+    Return a line that describes a LoRA. trained: number of trained parameters; total: number of the
+    model's parameters without adapters.
+    """
     targets = target_words(lora.targets).replace("all", "all matrices of the blocks")
     base = str(lora.dtype).removeprefix("torch.")
     if lora.quantized:
-        base = f"Q8_0 where the file has it, else in {base}"
+        base = f"Q8_0 where the GGUF file has it, else in {base}"
     return (f"adapters of rank {lora.rank} and alpha {lora.alpha:g} for {targets}: "
             f"{trained:,} trained parameters, {trained / total:.2%} of the model's; the others are "
             f"frozen in {base}")
@@ -301,11 +315,14 @@ def describe(lora, trained, total):
 
 def base_weights(state, model):
     """
-    Return the weights of a plain model, {name: tensor}, under the names of an adapted one, whose
-    adapters stay as they are. The tensors are read at each access. A new row starts as the mean of
-    the others, see load.with_new_rows.
+    Return the weights that an adapted model starts from, for load_weights(): {name of a parameter
+    of `model`: tensor}, each read at each access. state: {name: tensor} of the plain model.
+
+    Adapters keep their initial values. Each new row is the mean of the frozen rows, for the reason
+    in load.with_new_rows.
     """
-    readers, used = {}, {"output.weight"} if model.args.tied else set()
+    readers = {}
+    used = {"output.weight"} if model.args.tied else set()  # names in `state` that `model` has
     for name, p in model.named_parameters():
         module, _, kind = name.rpartition(".")
         used.add(name if kind in ("weight", "bias") else f"{module}.weight")
@@ -317,26 +334,28 @@ def base_weights(state, model):
             readers[name] = partial(mean_rows, state, f"{module}.weight", len(p))
         else:
             readers[name] = partial(state.__getitem__, name)
-    # load_weights refuses what the model does not have.
+    # Pass on the names that `model` lacks, so that load_weights refuses them.
     readers |= {name: partial(state.__getitem__, name) for name in state if name not in used}
     return Tensors(readers, "the model")
 
 
 def quantized_part(state, name, kind):
-    """Return the int8 values ("q") or the scales ("d") of a Q8_0 matrix of a reader.Tensors."""
+    """Return the values (kind "q") or the scales ("d") of a Q8_0 matrix of a reader.Tensors."""
     q, d = state.q8_0[name]()
     return q if kind == "q" else d
 
 
 def mean_rows(state, name, count):
+    """Return the mean row of a matrix (R, C), repeated: (count, C) float32."""
     return state[name].float().mean(0, keepdim=True).expand(count, -1)
 
 
 def merged(state, lora):
     """
-    Return the weights of the plain model that computes what an adapted one does, {name: tensor}.
-    Each is computed in float32 at each access. state: {name: tensor} of an adapted model. If `lora`
-    is None, return the state, which is that of a plain model.
+    Return {name: tensor} of a plain model that computes the same as an adapted one, whose adapters
+    are merged into its matrices. Each matrix is computed in float32 at each access.
+
+    state: {name: tensor} of the adapted model; with `lora` None, of a plain one, returned as it is.
     """
     if lora is None:
         return state
@@ -352,6 +371,7 @@ def merged(state, lora):
 
 @torch.no_grad()
 def merged_weight(state, module, scale):
+    """Return a module's weight in float32, with its adapter and its new rows if it has them."""
     if f"{module}.q" in state:
         w = dequantized(state[f"{module}.q"], state[f"{module}.d"], torch.float32)
     else:
@@ -367,11 +387,12 @@ def merged_weight(state, module, scale):
 def expected_tensors(args, lora):
     """Yield (name, shape) of every tensor of an adapted model."""
     for name, _, _, shape in tensors(args):
-        module, word = name.removesuffix(".weight"), name.split(".")[-2]
-        if len(shape) == 1:
+        if len(shape) == 1:  # a norm or a bias
             yield name, shape
             continue
-        if "layers" not in name and shape[0] > lora.frozen_rows:
+        module = name.removesuffix(".weight")
+        is_table = "layers" not in name  # embedding or classifier
+        if is_table and shape[0] > lora.frozen_rows:
             yield f"{module}.new_rows", (shape[0] - lora.frozen_rows, shape[1])
             shape = lora.frozen_rows, shape[1]
         if module in lora.quantized:
@@ -379,13 +400,13 @@ def expected_tensors(args, lora):
             yield f"{module}.d", (shape[0], shape[1] // 32)
         else:
             yield name, shape
-        if word in lora.targets:
+        if module.split(".")[-1] in lora.targets:
             yield f"{module}.lora_A", (lora.rank, shape[1])
             yield f"{module}.lora_B", (shape[0], lora.rank)
 
 
 def stored(lora):
-    """Return the entry {"lora": values} that a checkpoint has besides the weights; {} for None."""
+    """Return {"lora": values}, which a checkpoint's model.pt stores; {} if `lora` is None."""
     if lora is None:
         return {}
     values = {"rank": lora.rank, "targets": [*lora.targets], "alpha": lora.alpha,
@@ -395,17 +416,18 @@ def stored(lora):
 
 def of_checkpoint(saved, dtype=torch.float32):
     """
-    Return the LoRA of the dict in a checkpoint's model.pt, None if it has none. dtype: as of LoRA.
-    Raises KeyError, TypeError or ValueError if an entry is missing or invalid.
+    Return the LoRA that stored() put into a checkpoint, None without one. saved: the dict in the
+    checkpoint's model.pt; dtype: see LoRA, it is not stored. Raises KeyError, TypeError or
+    ValueError if a value is missing or invalid.
     """
     if "lora" not in saved:
         return None
     values = saved["lora"]
     targets, quantized = tuple(values["targets"]), frozenset(values["quantized"])
-    found = LoRA(values["rank"], targets, values["alpha"], dtype, quantized, values["frozen_rows"])
-    counts = found.rank, found.frozen_rows
-    are_counts = all(type(count) is int and count > 0 for count in counts)
-    is_alpha = type(found.alpha) is float and 0 < found.alpha < math.inf
-    if not are_counts or not is_alpha or not {*targets} <= TARGETS.keys():
-        raise ValueError("the entry lora of a checkpoint is invalid")
-    return found
+    lora = LoRA(values["rank"], targets, values["alpha"], dtype, quantized, values["frozen_rows"])
+    counts_ok = all(type(count) is int and count > 0 for count in (lora.rank, lora.frozen_rows))
+    alpha_ok = type(lora.alpha) is float and 0 < lora.alpha < math.inf
+    if not counts_ok or not alpha_ok or not {*targets} <= TARGETS.keys():
+        raise ValueError("the checkpoint's entry 'lora' is invalid: expected rank and frozen_rows "
+                         f"from 1 on, a finite alpha > 0, and targets from {','.join(TARGETS)}")
+    return lora
