@@ -13,12 +13,12 @@ The C library in Python: runtime/llamac.h through ctypes. `make lib` builds libl
     token = sequence.sample(sampler)
     model.decode([token], previous=tokens[-1])
 
-    one, other = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
-    engine.evaluate([llamac.Part(one, tokens), llamac.Part(other, tokens)])
+    a, b = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
+    engine.evaluate([llamac.Part(a, tokens), llamac.Part(b, tokens)])
 
-The library's errors are raised as Error. Arrays from the encode methods of Model are the library's
-memory, which is freed with the last reference to it; all other arrays are copies. Threads may share
-a model and an engine; calls of one engine wait for each other.
+The library's errors are raised as Error. Model's encode methods return arrays in the library's
+memory, which is freed with the last reference to the array; all other arrays are copies. Threads
+may share a model and an engine; the calls of an engine run one at a time.
 """
 import contextlib
 import ctypes
@@ -41,11 +41,11 @@ PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[
 
 
 class Error(RuntimeError):
-    """An error of the library; its text is one line."""
+    """An error of the library, or a wrong argument. The message is one line."""
 
 
 class OutOfMemory(Error):
-    """The library could not allocate memory. The call can be repeated when some has been freed."""
+    """The library could not allocate memory. Free some, and the call can be repeated."""
 
 
 PROGRESS = CFUNCTYPE(c_bool, c_void_p, c_float)  # types of the callbacks in llamac_options
@@ -53,6 +53,7 @@ ABORT = CFUNCTYPE(c_bool, c_void_p)
 
 
 class Options(ctypes.Structure):
+    """llamac_options in runtime/llamac.h, which describes the fields."""
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
                 ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p)]
@@ -60,9 +61,9 @@ class Options(ctypes.Structure):
 
 class Sampler(ctypes.Structure):
     """
-    How tokens are drawn: the fields of llamac_sampler in runtime/llamac.h, which describes them. 0
-    turns a filter or a penalty off, and temperature 0 takes the most likely token. state: the seed;
-    each draw changes it.
+    How tokens are drawn: llamac_sampler in runtime/llamac.h, which describes the fields. A filter
+    or penalty of 0 is off. With temperature 0, the most likely token is drawn. state: set it to the
+    seed of the random generator; each draw changes it.
     """
     _fields_ = [("temperature", c_float), ("topp", c_float), ("state", c_uint64), ("topk", c_int),
                 ("minp", c_float), ("repeat_penalty", c_float), ("frequency_penalty", c_float),
@@ -71,7 +72,7 @@ class Sampler(ctypes.Structure):
                 ("allowed", c_void_p)]
 
     def set_biases(self, biases):
-        """Add to the logits of tokens: {token: bias}; -inf leaves a token out."""
+        """Set the biases that are added to the logits: {token: bias}. -inf excludes a token."""
         tokens = [c_integer("a token", token) for token in biases]
         self.bias_tokens = (c_int * len(tokens))(*tokens)
         self.biases = (c_float * len(tokens))(*biases.values())
@@ -79,25 +80,26 @@ class Sampler(ctypes.Structure):
 
 
 class Info(ctypes.Structure):
-    """The header of a model file. bos, eos, eot: tokens, or -1."""
+    """llamac_info: the header of a model file. bos, eos, eot: token ids, -1 if there is none."""
     _fields_ = [(name, c_int) for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads",
                                            "vocab_size", "seq_len")]
     _fields_ += [("has_tokenizer", c_bool), ("add_bos", c_bool)]
     _fields_ += [(name, c_int) for name in ("bos", "eos", "eot")]
 
 
-# llamac_batch_token: with a pointer to the sequence, and padded as in C.
+# llamac_batch_token as a numpy type. uintp: the pointer to the sequence; align: pad as C does.
 BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position", np.int32),
                         ("logits", np.bool_)], align=True)
 
 TEXTS = (str, list, tuple, np.ndarray)  # types of a text or of its tokens, for Engine.embed
-POOLINGS = ("mean", "last")  # as LLAMAC_MEAN, LLAMAC_LAST
+POOLINGS = ("mean", "last")  # the index of each is its number in C: LLAMAC_MEAN, LLAMAC_LAST
 
 MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
-COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
+COUNT, ERROR = POINTER(c_int), c_char_p
+TEXT = c_char_p, c_size_t  # two arguments: bytes and their number
 # {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
-# argument is ERROR can fail: use call(), which passes that argument. A name in _sized: the function
-# also takes the size of a struct, because structs may grow in later versions of the library.
+# argument is ERROR can fail: use call(), which passes that argument. A function named _sized also
+# takes the sizeof of a struct, because later versions of the library may add fields to the struct.
 FUNCTIONS = {
     "open": (MODEL, c_char_p, c_int, ERROR),
     "open_memory": (MODEL, *TEXT, c_int, ERROR),
@@ -139,15 +141,15 @@ FUNCTIONS = {
     "grammar_allowed": (c_void_p, GRAMMAR, c_int),
     "grammar_complete": (c_bool, GRAMMAR),
 }
-# Functions that take a microsecond. library() loads them with PyDLL, which keeps Python's lock
-# during a call, so other threads do not run meanwhile: releasing and taking it would take longer.
+# Functions that take about a microsecond. library() loads them with PyDLL, which holds the GIL
+# during the call: to release and reacquire it, as CDLL does, would take longer than the function.
 QUICK = {"decode", "ends", "sequence_length", "sequence_tokens", "grammar_reset", "grammar_accept",
          "grammar_complete"}
 
 
 @functools.cache
 def library():
-    """Return the loaded library. Raises Error."""
+    """Load the library and return it. Raises Error if it is missing or lacks a function."""
     path = next((path for path in PATHS if path.exists()), PATHS[-1])
     try:
         loaded, quick = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
@@ -162,8 +164,8 @@ def library():
 
 def call(name, *arguments):
     """
-    Call a function of the library that can fail, and return its result. Raises Error if that is
-    None (a NULL pointer), False, or a negative int.
+    Call a function of the library that can fail, and return its result. Raises Error with the
+    library's message if the result is None (a NULL pointer), False, or a negative int.
     """
     message = ctypes.create_string_buffer(512)
     result = getattr(library(), f"llamac_{name}")(*arguments, message)
@@ -175,8 +177,8 @@ def call(name, *arguments):
 
 def c_integer(name, number):
     """
-    Return a whole number as C's int. Raises Error for any other number, and for a whole number of
-    more than 32 bits, which ctypes would cut. name: what the number is, for the message.
+    Return a whole number of any type as an int. Raises Error if it is no whole number, or does not
+    fit into 32 bits, to which ctypes would truncate it. name: what the message calls the number.
     """
     try:
         number = operator.index(number)
@@ -188,9 +190,9 @@ def c_integer(name, number):
 
 
 def token_array(tokens):
-    """Return tokens as a contiguous array of int32: (n,). Raises Error."""
+    """Return tokens as a contiguous array (n,) int32. Raises Error as c_integer does."""
     tokens = np.asarray(tokens)
-    if tokens.dtype != np.int32 and tokens.size:
+    if tokens.dtype != np.int32 and tokens.size:  # an empty list becomes a float64 array
         if tokens.dtype.kind not in "iu":
             raise Error(f"tokens of type {tokens.dtype}, expected whole numbers")
         for token in tokens.min(), tokens.max():
@@ -200,39 +202,41 @@ def token_array(tokens):
 
 def owned(owner, free, pointer, *needs):
     """
-    Return the pointer, and let the library's function `free` free it when `owner` is collected. The
-    objects in `needs`, whose memory the pointer uses, are kept until then.
+    Return the pointer, and have it freed when `owner` is garbage-collected. free: name of the
+    library's function that frees it; needs: objects to keep alive until then, because the pointer
+    refers to their memory.
 
-    The pointer is not freed when Python ends, because other threads may still compute then.
+    When Python exits, the pointer is not freed, because other threads may still compute with it.
     """
     finalizer = weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs)
     finalizer.atexit = False
-    # The finalizer keeps `needs` only until Python ends. A thread that computes after that keeps
-    # `owner`, and this attribute keeps `needs`.
+    # At exit, Python drops the finalizer, and with it a reference to `needs`. A thread that still
+    # computes then holds `owner`, which holds `needs` by this attribute.
     owner.needs = needs
     return pointer
 
 
 def encoded(name, *arguments):
-    """Return the tokens that a function of the library makes: (n,) int32. Raises Error."""
+    """Call a function of the library that returns tokens. Return them, (n,) int32."""
     count = c_int()
     pointer = call(name, *arguments, byref(count))
     memory = (c_int * count.value).from_address(pointer)
-    owned(memory, "llamac_free", pointer)
+    owned(memory, "llamac_free", pointer)  # the array below keeps `memory` alive
     return np.ctypeslib.as_array(memory)
 
 
 def utf8(text):
-    """Return a str as the two arguments of C: bytes and their number."""
+    """Return a str as the two arguments TEXT: its UTF-8 bytes and their number."""
     data = text.encode()
     return data, len(data)
 
 
 class Model:
     """
-    A model from a file or from bytes. A file stays mapped into memory.
+    A model and its tokenizer. source: the path of a model file, which stays mapped into memory, or
+    the bytes of one.
 
-    info: dim, n_layers, vocab_size, seq_len, bos and more.
+    info: an Info, with vocab_size, seq_len, bos and more.
     """
 
     def __init__(self, source):
@@ -244,18 +248,21 @@ class Model:
         except Error as e:
             if isinstance(source, bytes):
                 raise
-            raise Error(f"{source}: {e}") from None  # an Error, even for OutOfMemory
+            raise Error(f"{source}: {e}") from None  # also in place of an OutOfMemory
         self.pointer = owned(self, "llamac_close", pointer, source)
-        self.info, self.decoded = Info(), {}  # decoded: {token: bytes}, see decode_next
+        self.info, self.decoded = Info(), {}  # decoded: {token: bytes}, the cache of decode_next
         library().llamac_describe_sized(self.pointer, byref(self.info), ctypes.sizeof(Info))
 
     def encode(self, text, bos=None):
-        """Return the tokens of a str. bos: whether BOS comes first; None: as the model expects."""
+        """Return the tokens of a str. bos: begin with BOS; None: only if the model expects it."""
         bos = self.info.add_bos if bos is None else bos
         return encoded("encode", self.pointer, *utf8(text), bos)
 
     def decode(self, tokens, previous=None):
-        """Return the bytes of tokens after `previous` (None: BOS). They may cut characters."""
+        """
+        Return the text of tokens as bytes, which may begin or end within a UTF-8 character.
+        previous: the token before them; None: BOS.
+        """
         decode = library().llamac_decode
         previous = self.info.bos if previous is None else c_integer("previous", previous)
         parts = []
@@ -269,8 +276,8 @@ class Model:
 
     def decode_next(self, token, previous):
         """
-        Return decode([token], previous), where `previous` is a token. The bytes of a token are
-        remembered. They are the same after every token but BOS, where some tokenizers drop a space.
+        Return decode([token], previous), from a cache if possible. previous: a token, not None.
+        The bytes are the same after every token but BOS, after which some tokenizers drop a space.
         """
         if previous == self.info.bos:
             return self.decode([token], previous)
@@ -289,52 +296,52 @@ class Model:
 
     def encode_turn(self, text, first=True, system=None):
         """
-        Return the tokens of a user's turn, up to where the answer begins.
+        Return the tokens of a user's turn, up to the place where the answer begins.
 
-        system: the system prompt, in the first turn; "" leaves it out; None takes the one in the
-        file's template, if it has one.
+        first: whether this is the first turn, the only one with a system prompt. system: the system
+        prompt; "": none; None: that of the file's template, if it has one.
         """
         system = None if system is None else system.encode()
         return encoded("encode_turn", self.pointer, first, system, *utf8(text))
 
     def encode_answer(self, text):
-        """Return the tokens of an earlier answer. The next turn adds its end marker."""
+        """Return the tokens of an earlier answer. The next encode_turn adds its end marker."""
         return encoded("encode_answer", self.pointer, *utf8(text))
 
     def ends(self, token):
-        """Return whether a token ends a text, or an answer in the template in use."""
+        """Return whether a token ends a text, or an answer in the chat template in use."""
         return library().llamac_ends(self.pointer, c_integer("a token", token))
 
 
 class Callbacks:
     """
-    The functions `progress` and `abort` of an engine, None if they are not given.
+    The functions `progress` and `abort` of an engine. Each may be None.
 
-    Exceptions do not pass through C. So the callbacks only make the library stop, and raising()
-    raises the exception when the library has returned. Ctrl-C is held back until then: Python would
-    raise KeyboardInterrupt when a callback begins, before its `try`, and the exception would be
-    lost.
+    An exception cannot pass through C. So on_progress and on_abort catch it and stop the library,
+    and deferring_exceptions() raises it after the library has returned. Ctrl-C is deferred too:
+    Python could raise KeyboardInterrupt in a callback before its `try`, where it would be lost.
     """
 
     def __init__(self, progress, abort):
         self.progress, self.abort = progress, abort
-        self.error, self.interrupts = None, []  # interrupts: arguments for the handler of Ctrl-C
-        self.options = {}  # fields of Options
+        self.error = None  # the exception of a callback
+        self.interrupts = []  # one per Ctrl-C: the arguments for its handler
+        self.options = {}  # the fields of Options that are set to the callbacks
         if progress or abort:
             self.options = {"progress": PROGRESS(self.on_progress), "abort": ABORT(self.on_abort)}
 
-    def on_progress(self, data, share):
-        """Return whether to go on."""
+    def on_progress(self, data, fraction):
+        """Return False to stop the library, else True."""
         try:
             if self.interrupts:
                 return False
-            return not self.progress or self.progress(share) is not False
+            return not self.progress or self.progress(fraction) is not False
         except BaseException as e:
             self.error = e
             return False
 
     def on_abort(self, data):
-        """Return whether to stop."""
+        """Return True to stop the library, else False."""
         try:
             return bool(self.interrupts or self.abort and self.abort())
         except BaseException as e:
@@ -342,22 +349,25 @@ class Callbacks:
             return True
 
     @contextlib.contextmanager
-    def raising(self):
-        """Call the library in a block. Then handle Ctrl-C and raise the exception of a callback."""
+    def deferring_exceptions(self):
+        """
+        Hold back Ctrl-C and the exceptions of callbacks during a block that calls the library. Then
+        call the handler of Ctrl-C, and raise the exception of a callback or else of the block.
+        """
         if not self.options:
             yield
             return
         handler, failure = signal.getsignal(signal.SIGINT), None
-        # Python handles signals in the main thread alone.
-        holds = threading.current_thread() is threading.main_thread() and callable(handler)
-        if holds:
+        # Only the main thread may replace a handler. SIG_DFL and SIG_IGN are not callable.
+        replace = threading.current_thread() is threading.main_thread() and callable(handler)
+        if replace:
             signal.signal(signal.SIGINT, lambda *details: self.interrupts.append(details))
         try:
             yield
         except BaseException as e:
             failure = e
         finally:
-            if holds:
+            if replace:
                 signal.signal(signal.SIGINT, handler)
         interrupts, error = self.interrupts, self.error
         self.interrupts, self.error = [], None
@@ -367,29 +377,30 @@ class Callbacks:
             if error or failure:
                 raise error or failure
         finally:
-            error = failure = None  # the exception refers to this frame: break the cycle
+            error = failure = None  # break the cycle: an exception refers to this frame
 
 
 class Engine:
     """
-    What computes: the threads or the GPU, and the weights in the layout that they need. All
-    sequences of an engine share it.
+    CPU threads or a GPU, with the model's weights in the layout that they need. The sequences of an
+    engine share both.
 
-    positions: max tokens of a sequence; 0: the model's context.
-    threads: 0: the library chooses.
+    positions: max tokens of a sequence; 0: the model's context length.
+    threads: number of CPU threads; 0: chosen by the library.
     no_copy: compute from the file's own pages, which processes share; this is slower.
-    sample_only: no logits are read: a GPU then keeps them in its memory.
+    sample_only: the program samples with temperature and topp alone and reads no logits, so that a
+    GPU keeps them in its memory.
     device: "cpu", "cuda" or "auto"; None: the default of the build.
-    kv_bits: size of a number in the KV cache: 32, 16 or 8; 0: 16 for quantised weights, else 32.
-    isa: the CPU's instruction set to use, for tests; None: the best.
-    progress: a function that is called while the engine starts, with the share that is done, from 0
-    to 1. If it returns False, starting fails.
+    kv_bits: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights, else 32.
+    isa: name of the CPU instruction set to use, for tests; None: the best one available.
+    progress: a function that is called with the fraction done, from 0 to 1, while the engine
+    starts. If it returns False, the start fails.
     abort: a function that is called from time to time while tokens are evaluated. If it returns a
-    true value, the call fails, and the engine can be used again.
-    note: a message for the user, such as why it computes on the CPU instead of a GPU.
+    true value, the evaluation fails. The engine can be used after that.
+    note (an attribute): a message for the user, such as why the engine fell back to the CPU.
 
-    `progress` and `abort` may not use the engine. An exception in one of them stops the call and is
-    raised by it. If the engine has one of them, Ctrl-C stops a call too.
+    `progress` and `abort` must not use the engine. If one of them raises an exception, the call of
+    the engine stops and raises it. If either of them is given, Ctrl-C stops a call too.
     """
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
@@ -401,9 +412,9 @@ class Engine:
                           sample_only=sample_only, kv_bits=c_integer("kv_bits", kv_bits),
                           isa=isa and isa.encode(), **self.callbacks.options)
         self.model, self.lock = model, threading.Lock()
-        self.user = None  # identifier of the thread that holds the lock
-        self.dropped = []  # pointers of sequences that were collected but are not freed yet
-        with self.callbacks.raising():
+        self.lock_owner = None  # identifier of the thread that holds the lock
+        self.dropped = []  # pointers of sequences that were garbage-collected, still to be freed
+        with self.callbacks.deferring_exceptions():
             pointer = call("start_sized", model.pointer, byref(options), ctypes.sizeof(Options))
             finalizer = weakref.finalize(self, stop_engine, pointer, self.dropped, model)
             finalizer.atexit = False  # as in owned()
@@ -415,26 +426,26 @@ class Engine:
     @contextlib.contextmanager
     def using(self):
         """
-        Hold the engine's lock during a block that calls the library, so that other threads wait.
-        First free the sequences that were collected; at the end handle Ctrl-C and exceptions of
-        callbacks. Raises Error in a callback of the engine, which would wait for itself.
+        Hold the engine's lock, and defer exceptions, during a block that calls the library. First
+        free the sequences that were garbage-collected. Raises Error within a callback of the
+        engine: its thread already holds the lock and would wait forever.
         """
-        if self.user == threading.get_ident():
+        if self.lock_owner == threading.get_ident():
             raise Error("a callback of the engine uses the engine, whose call has not ended")
-        with self.lock, self.callbacks.raising():
-            self.user = threading.get_ident()
+        with self.lock, self.callbacks.deferring_exceptions():
+            self.lock_owner = threading.get_ident()
             try:
                 free_sequences(self.dropped)
                 yield
             finally:
-                self.user = None
+                self.lock_owner = None
 
     def evaluate(self, parts):
         """
-        Evaluate Parts of any of the engine's sequences in one call. On failure, the sequences have
-        none of the new tokens, and tokens that these were to replace may be lost.
+        Evaluate Parts of any of the engine's sequences in one call. If it fails, it adds no token,
+        but tokens of the sequences that Parts were to replace may already be dropped.
         """
-        rows = []  # a list of tuples becomes an array faster than its slices are filled
+        rows = []  # tuples: converting their list to an array is faster than filling its slices
         for sequence, tokens, position, logits in parts:
             if sequence.engine is not self:
                 raise Error("the sequence belongs to another engine")
@@ -443,8 +454,9 @@ class Engine:
             tokens = token_array(tokens).tolist()
             begin = c_integer("the position", len(sequence) if position is None else position)
             c_integer("the position after the tokens", begin + len(tokens))
-            pointer, every = sequence.pointer or 0, logits == "all"  # 0 if freed: the library fails
-            rows += [(pointer, token, pos, every) for pos, token in enumerate(tokens, begin)]
+            pointer = sequence.pointer or 0  # 0 if it was freed: the library then fails
+            rows += [(pointer, token, pos, logits == "all")
+                     for pos, token in enumerate(tokens, begin)]
             if tokens and logits == "last":
                 rows[-1] = (*rows[-1][:3], True)
         batch = np.array(rows, BATCH_TOKEN)
@@ -454,16 +466,16 @@ class Engine:
 
     def sample_batch(self, sequences, samplers):
         """
-        Return a list with the next token of each sequence, which the sampler with the same index
-        draws as in Sequence.sample. An Error is not raised, but put in the list in place of the
-        token. One call of the library samples all.
+        Return a list of the next token of each sequence. samplers[i] draws that of sequences[i], as
+        in Sequence.sample. Where this fails, the list has the Error in place of the token. One call
+        of the library samples all.
         """
         n = len(sequences)
         pointers = (c_void_p * n)(*(sequence.pointer for sequence in sequences))
         addresses = (c_void_p * n)(*map(ctypes.addressof, samplers))
         tokens = (c_int * n)()
         with self.using():
-            # Not by call(), which would raise an error of one sequence and lose the others' tokens
+            # call() would raise the error of one sequence and lose the tokens of the others.
             ok = library().llamac_sample_batch_sized(pointers, addresses, n, tokens,
                                                      ctypes.sizeof(Sampler), None)
         found = list(tokens)
@@ -472,15 +484,15 @@ class Engine:
         for i, token in enumerate(found):
             if token < 0:
                 try:
-                    found[i] = sequences[i].sample(samplers[i])  # fails again, with the message
+                    found[i] = sequences[i].sample(samplers[i])  # fails again, raising the message
                 except Error as e:
                     found[i] = e
         return found
 
     def load(self, path):
         """
-        Return a sequence with the tokens in a file of Sequence.save, whose keys and values are read
-        instead of computed. It has no logits until a token is evaluated.
+        Return the sequence that Sequence.save wrote to a file. Its keys and values are read from
+        there, not computed again. It has no logits until a token is evaluated.
         """
         sequence = object.__new__(Sequence)
         with self.using():
@@ -489,12 +501,12 @@ class Engine:
 
     def embed(self, text, pooling="mean"):
         """
-        Return the embedding of a text, a str or its tokens: (dim,) float32. Of a list of texts,
-        return a list.
+        Return the embedding of a text: (dim,) float32; for a list of texts, a list of embeddings.
+        text: a str, its tokens, or a list of these.
 
-        pooling: "mean", the mean of the hidden states of all tokens after the final norm, or
-        "last", the hidden state of the last token. The embedding is not scaled to unit length.
-        Sequences of the engine, and the logits of its latest call, stay as they are.
+        pooling: "mean" averages the hidden states of all tokens, "last" takes that of the last
+        token, both after the final norm. The embedding is not scaled to unit length. This changes
+        neither the engine's sequences nor the logits of its latest call.
         """
         if pooling not in POOLINGS:
             raise Error(f"pooling is {pooling!r}, expected 'mean' or 'last'")
@@ -511,8 +523,8 @@ class Engine:
 
     def logits(self, i):
         """
-        Return the logits of token i of the latest call that evaluated tokens, counted over all its
-        parts: (vocab_size,) float32.
+        Return the logits of a token of the latest call that evaluated tokens: (vocab_size,)
+        float32. i: index of the token among those of all Parts of the call.
         """
         with self.using():
             return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
@@ -520,8 +532,8 @@ class Engine:
 
     def sample(self, i, sampler):
         """
-        Return a next token, drawn from the logits of token i of the latest call, counted as in
-        logits(). Penalties apply to the tokens of the sequence of token i, up to token i.
+        Return a token to follow token i, an index as in logits(), drawn from the logits of token i.
+        Penalties apply to the tokens of its sequence up to token i.
         """
         with self.using():
             return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
@@ -529,20 +541,20 @@ class Engine:
 
 
 class Sequence:
-    """A text that an engine works on: its tokens and their KV cache. len(): number of tokens."""
+    """The tokens of a text and their KV cache in an engine. len() is the number of tokens."""
 
     def __init__(self, engine):
         with engine.using():
             self.adopt(engine, call("sequence_new", engine.pointer))
 
     def adopt(self, engine, pointer):
-        """Own a pointer of the library to a sequence of the engine."""
+        """Take ownership of the engine's sequence at a pointer: free it when self is collected."""
         self.engine, self.pointer = engine, pointer
         self.finalizer = weakref.finalize(self, drop_sequence, engine, pointer)
         self.finalizer.atexit = False  # as in owned()
 
     def copy(self, n):
-        """Return a sequence with the first n tokens of this one, whose memory both share."""
+        """Return a new sequence with the first n tokens of this one. Both share their memory."""
         copy = object.__new__(Sequence)
         with self.engine.using():
             copy.adopt(self.engine, call("sequence_copy", self.pointer, c_integer("n", n)))
@@ -550,7 +562,8 @@ class Sequence:
 
     def free(self):
         """
-        Free the memory now. The sequence then has no tokens; other methods than free() raise Error.
+        Free the memory now. After that, the sequence has no tokens, free() has no effect, and other
+        methods raise Error.
         """
         if self.pointer:
             self.finalizer.detach()
@@ -565,8 +578,8 @@ class Sequence:
 
     def save(self, path):
         """
-        Save the tokens and their keys and values in a file, for Engine.load. It replaces an earlier
-        file of save, and nothing else.
+        Save the tokens and their keys and values to a file, for Engine.load. This overwrites a file
+        that save() has written, and raises Error if `path` is anything else that exists.
         """
         with self.engine.using():
             call("sequence_save", self.pointer, bytes(Path(path)))
@@ -596,22 +609,22 @@ class Sequence:
     @property
     def logits(self):
         """
-        Logits of the latest token of the sequence for which they were computed: (vocab_size,)
-        float32. They are lost when the engine evaluates again.
+        The logits of the sequence's latest token that has any: (vocab_size,) float32, a copy. The
+        engine discards them when it evaluates again.
         """
         with self.engine.using():
             return copied_logits(library().llamac_logits(self.pointer), self.engine.model)
 
     def sample(self, sampler):
-        """Return a next token, drawn from the logits of the latest token that has some."""
+        """Return a next token, drawn from the logits of the latest token that has any."""
         with self.engine.using():
             return call("sample_sized", self.pointer, byref(sampler), ctypes.sizeof(sampler))
 
 
 class Grammar:
     """
-    Which tokens may come next so that a text is a JSON object, as RFC 8259 has it. Give it to
-    Continuation or generate(). One text at a time; reset() begins the next one.
+    A mask of the tokens that may come next, so that a text becomes a JSON object (RFC 8259). Pass
+    it to Continuation or generate(). It follows one text at a time; reset() begins the next one.
     """
 
     def __init__(self, model):
@@ -620,7 +633,7 @@ class Grammar:
 
     def copy(self):
         """
-        Return a grammar for another text. It shares the tables of this one, whose computation takes
+        Return a grammar for another text. It shares the tables of this one: to compute them takes
         tens of milliseconds for a large vocabulary.
         """
         copy = object.__new__(Grammar)
@@ -634,26 +647,28 @@ class Grammar:
 
     def allowed(self, left):
         """
-        Return the address of a mask for Sampler.allowed: the tokens with which the text can still
-        be completed in `left` tokens.
+        Return the address of a mask for Sampler.allowed. A token is allowed if the text can still
+        be completed with `left` more tokens, this one included.
         """
         return library().llamac_grammar_allowed(self.pointer, c_integer("left", left))
 
     def accept(self, token):
-        """Append a token. Return whether it is allowed."""
+        """Append a token if it is allowed. Return whether it is."""
         return library().llamac_grammar_accept(self.pointer, c_integer("a token", token))
 
     @property
     def complete(self):
-        """Whether the text is a complete object."""
+        """Whether the text is a complete JSON object."""
         return library().llamac_grammar_complete(self.pointer)
 
 
 class Part(NamedTuple):
     """
-    Tokens of one sequence in a batch. position: that of the first token; the tokens replace all
-    tokens of the sequence from there on; None: they are appended. logits: compute those of the
-    "last" token, of "all" or of "none".
+    Tokens of one sequence in a batch.
+
+    position: position of the first token. The tokens replace those that the sequence has from
+    there on. None: append the tokens.
+    logits: compute the logits of the "last" token, of "all" tokens or of "none".
     """
     sequence: Sequence
     tokens: object
@@ -662,7 +677,7 @@ class Part(NamedTuple):
 
 
 def copied_logits(address, model):
-    """Return a copy of the logits at an address. The library may move them in its next call."""
+    """Copy logits from an address, because the library may move them in its next call."""
     if not address:
         raise Error("there are no logits: expected an engine without sample_only whose latest call "
                     "computed them")
@@ -670,15 +685,15 @@ def copied_logits(address, model):
 
 
 def free_sequences(dropped):
-    """Free the sequences whose pointers are in a list, and empty it."""
+    """Remove all pointers of sequences from a list, and free the sequences."""
     while dropped:
         library().llamac_sequence_free(dropped.pop())
 
 
 def drop_sequence(engine, pointer):
     """
-    Free a sequence that was collected: at once, or in the engine's next call if the engine is in
-    use. Python can collect it in any thread and at any time, even within a call of the engine.
+    Free a sequence that was garbage-collected: now, or in the engine's next call if a call is
+    running. Python can collect it in any thread at any time, even within a call of the engine.
     """
     engine.dropped.append(pointer)
     if engine.lock.acquire(blocking=False):
@@ -689,6 +704,9 @@ def drop_sequence(engine, pointer):
 
 
 def stop_engine(pointer, dropped, model):
-    """Stop an engine that was collected. model: kept until then, because its memory is used."""
+    """
+    Stop an engine that was garbage-collected. model: unused; as an argument of the finalizer, it
+    stays alive until then, because the engine uses its memory.
+    """
     free_sequences(dropped)
     library().llamac_stop(pointer)
