@@ -67,7 +67,7 @@ def model_routes():
     path = Path(serve, "model.gguf") if os.path.isdir(serve) else Path(serve)
     talk = Talk(lambda: {serve: path})
     try:
-        talk.load(serve).sequences()  # start the engine now, not with the first request
+        talk.load(serve).sequence_cache()  # start the engine now, not with the first request
     except (ValueError, RuntimeError) as e:
         fail(f"--serve: {e}")
     return talk.routes() | Embeddings(talk).routes()

@@ -57,7 +57,7 @@ class Embeddings:
 
         texts: the tokens of each; gone(): returns whether the client has closed the connection.
         """
-        engine = loaded.sequences().engine  # the first call of sequences() starts the engine
+        engine = loaded.sequence_cache().engine  # the first call starts the engine
         found = []
         for tokens in texts:
             if gone():

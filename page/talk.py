@@ -1,9 +1,11 @@
 """
-Answers from models through OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
+Serve models through OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
 
-The texts of all requests share one engine for each model; scheduler.py generates them.
+A request asks for one or more texts: what a model writes after a prompt, a "choice" in OpenAI's
+API. Each open model has one engine, with which scheduler.py generates the texts of all requests.
 """
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -20,11 +22,11 @@ from engine.untrusted import open_untrusted, read_untrusted
 from page.scheduler import Inbox, Scheduler, SequenceCache, Task
 from page.server import Response
 
-MAX_MODELS = 4         # open model files
-MAX_TEXTS = 64         # texts of a request: its prompts, times n
-MAX_TOKENS = (1 << 31) - 1  # the largest int of C
-PAUSE = 0.02           # seconds from one write of a stream to the next
-MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
+MAX_MODELS = 4         # max open model files
+MAX_TEXTS = 64         # max texts of a request: number of prompts times n
+MAX_TOKENS = (1 << 31) - 1  # max value of fields that become an int in C
+PAUSE = 0.02           # min seconds between two writes of a stream
+MAX_HEADER = 1 << 24   # how many bytes of a model file to search for a chat template
 # Model files of up to this many bytes are read into memory rather than mapped, because reading a
 # mapping whose file was truncated raises SIGBUS, which ends the program.
 MAX_IN_MEMORY = 1 << 28
@@ -44,12 +46,13 @@ class ApiError(ValueError):
 
 
 class LoadedModel:
-    """An open model file. chat_error: why it can't chat, or ""."""
+    """An open model file. chat_error: why the model can't chat, or ""."""
 
     def __init__(self, path):
-        self.stamp, self.chat_error = stamp(path), ""
-        self.cache = self.json_grammar = None  # made by the first request that needs them
-        self.lock = threading.Lock()
+        self.stamp = stamp(path)  # another stamp shows later that the file has changed
+        self.chat_error = ""
+        self.cache = self.json_grammar = None  # the first request that needs one makes it
+        self.lock = threading.Lock()  # guards the cache and the grammar
         _, size, _ = self.stamp
         fits = size <= MAX_IN_MEMORY
         self.model = llamac.Model(read_untrusted(path, MAX_IN_MEMORY) if fits else path)
@@ -58,17 +61,17 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            # What follows the semicolon advises users of the program run.
+            # Only the reason: after a semicolon, the message advises users of the command line.
             self.chat_error = str(e).partition(";")[0]
 
-    def sequences(self):
-        """Return the SequenceCache of the model's engine."""
+    def sequence_cache(self):
+        """Return the SequenceCache of the model's engine. The first call starts the engine."""
         with self.lock:
             self.cache = self.cache or SequenceCache(llamac.Engine(self.model))
             return self.cache
 
     def grammar(self):
-        """Return the grammar of JSON objects. Each text uses a copy of it."""
+        """Return the grammar of JSON objects. Each text needs a copy of its own."""
         with self.lock:
             self.json_grammar = self.json_grammar or llamac.Grammar(self.model)
             return self.json_grammar
@@ -77,27 +80,27 @@ class LoadedModel:
 # ---- the fields of a request
 
 class Field(NamedTuple):
-    """The values that a field of a request accepts."""
-    kinds: tuple    # their types
-    expected: str   # describes them in error messages
-    is_valid: Callable = lambda value: True
+    """Which values a field of a request may have."""
+    types: tuple    # exact types: an int field refuses True
+    expected: str   # the valid values in words, for error messages
+    is_valid: Callable = lambda value: True  # called with a value of one of the types
 
 
 def integer(low, high):
-    """Return the Field of an integer in a range that includes both ends."""
+    """Return the Field for an integer from low to high, both included."""
     expected = f"a whole number from {low} to {high}"
     return Field((int,), expected, lambda n: low <= n <= high)
 
 
 def is_stop(value):
-    """Return whether a value is a text of at most 10,000 characters, or at most four texts."""
+    """Return whether a str has at most 10,000 characters, or a list at most four texts."""
     if isinstance(value, str):
         return len(value) <= 10_000
     return len(value) <= 4 and all(isinstance(text, str) for text in value)
 
 
 def is_bias(value):
-    """Return whether a value is {token: bias} as OpenAI's API has it."""
+    """Return whether a dict has up to 1024 items {token in digits: bias from -100 to 100}."""
     return len(value) <= 1024 and all(
         token.isascii() and token.isdigit() and len(token) < 10 and type(bias) in (int, float)
         and -100 <= bias <= 100 for token, bias in value.items())
@@ -106,11 +109,13 @@ def is_bias(value):
 PENALTY = Field((int, float), "a number from -2 to 2", lambda x: -2 <= x <= 2)
 FLAG = Field((bool,), "true or false")
 COUNT = integer(1, MAX_TOKENS)
-FIELDS = {  # of completions and chats; None: checked where the field is used
+# Fields of completions and of chats; None: the code that uses the field checks it.
+FIELDS = {
     "model": None, "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
     "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
-    "stop": Field((str, list), "one to four texts", is_stop),
+    "stop": Field((str, list), "a text of at most 10,000 characters or a list of at most 4 texts",
+                  is_stop),
     "stream_options": Field((dict,), "an object"), "n": integer(1, MAX_TEXTS),
     "top_k": integer(0, MAX_TOKENS), "presence_penalty": PENALTY, "frequency_penalty": PENALTY,
     "min_p": Field((int, float), "a number from 0 to 1", lambda x: 0 <= x <= 1),
@@ -123,90 +128,90 @@ FIELDS = {  # of completions and chats; None: checked where the field is used
 }
 COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
-                 "messages": Field((list,), "a list of messages", len)}
+                 "messages": Field((list,), "a list of one or more messages", len)}
 IGNORED_FIELDS = {"user", "metadata"}
-# Fields that are accepted with these values alone, which mean the same as no field.
-FIXED = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "functions": [],
-         "store": False, "modalities": ["text"]}
+# Fields of OpenAI's API that may have only these values: those that change nothing.
+FIXED_FIELDS = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "functions": [],
+                "store": False, "modalities": ["text"]}
 
 
 @dataclass
 class Generation:
-    """A checked request."""
-    name: str        # of the model
-    chat: bool       # a chat completion rather than a completion
-    prompts: list    # the tokens of each prompt
-    n: int           # texts for each prompt
-    max_tokens: int
-    sampling: dict   # fields of llamac.Sampler
-    biases: dict     # {token: what is added to its logit}
-    grammar: llamac.Grammar | None  # of JSON objects, if the texts are such
-    seed: int        # of the first text of each prompt; the next ones have the numbers after it
-    stop: list       # of texts that end the generation
+    """What a request asks for, checked and with defaults filled in."""
+    name: str        # name of the model
+    chat: bool       # True: a chat completion; False: a completion
+    prompts: list    # a list of tokens for each prompt
+    n: int           # number of texts for each prompt
+    max_tokens: int  # of each text
+    sampling: dict   # {field of llamac.Sampler: value}
+    biases: dict     # {token: number to add to its logit}
+    grammar: llamac.Grammar | None  # of JSON objects; None: any text
+    seed: int        # seed of the first text of each prompt; text i of a prompt has seed + i
+    stop: list       # a text ends where it contains one of these
     top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
     stream: bool
     include_usage: bool  # end the stream with the numbers of tokens
 
-    def usage(self, n_tokens):
-        """Return the numbers of tokens. n_tokens: of all texts."""
-        size = sum(map(len, self.prompts))
-        return {"prompt_tokens": size, "completion_tokens": n_tokens,
-                "total_tokens": size + n_tokens}
+    def usage(self, n_generated):
+        """Return the "usage" of a response. n_generated: number of tokens of all texts."""
+        n_prompt = sum(map(len, self.prompts))
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_generated,
+                "total_tokens": n_prompt + n_generated}
 
     def tasks(self, loaded, inbox):
         """
-        Return a Task for each text: n of the first prompt, then those of the second, and so
-        on. loaded: the LoadedModel.
+        Return a Task for each text: the n texts of the first prompt, then those of the second,
+        and so on. loaded: a LoadedModel; inbox: receives what the texts generate.
         """
-        found, cache = [], loaded.sequences()
+        tasks, cache = [], loaded.sequence_cache()
         for tokens in self.prompts:
             for i in range(self.n):
-                state = (self.seed + i) & (1 << 64) - 1  # for uint64_t
+                state = (self.seed + i) % (1 << 64)  # the state is a uint64_t
                 sampler = llamac.Sampler(state=state, **self.sampling)
                 sampler.set_biases(self.biases)
                 options = {"sampler": sampler, "max_tokens": self.max_tokens, "stop": self.stop,
                            "top_logprobs": self.top_logprobs}
-                found.append(Task(cache, tokens, options, inbox, len(found), self.grammar))
-        return found
+                index = len(tasks)
+                tasks.append(Task(cache, tokens, options, inbox, index, self.grammar))
+        return tasks
 
 
 def checked(body, fields, name, default=None):
     """
-    Return body[name], or `default` if it is null or missing. Raises ApiError if its Field refuses
-    it.
+    Return body[name], or `default` if it is null or missing. Raises ApiError for a value that the
+    Field fields[name] does not allow.
     """
     value, field = body.get(name), fields[name]
     if value is None:
         return default
-    if type(value) not in field.kinds or not field.is_valid(value):
+    if type(value) not in field.types or not field.is_valid(value):
         raise ApiError(f"{name} is {str(value)[:80]!r}, expected {field.expected}", name)
     return value
 
 
-def refuse_unknown(given, known, place="", param=None):
+def refuse_unknown(given, known, prefix="", param=None):
     """
-    Raise ApiError for a field of `given` that is not in `known`, since a client may rely on a field
-    that is ignored. Null is the same as no field.
+    Raise ApiError if `given` has a field that is not in `known`, because the client may rely on it.
+    A field that is null counts as missing.
 
-    place: prefix of the message; param: the field to name as the error's param, None: the unknown
-    field itself.
+    prefix: of the message; param: "param" of the error; None: the name of the unknown field.
     """
     for name, value in given.items():
         if name not in known and value is not None:
             name = str(name)[:80]
-            message = f"{place}{name!r} is not a field that is used here, expected one of "
+            message = f"{prefix}{name!r} is not a field that is used here, expected one of "
             raise ApiError(message + ", ".join(sorted(known)), param or name, "unknown_parameter")
 
 
 def valid_text(text):
-    """Return a str with a "?" for each lone surrogate, which UTF-8 can't encode."""
+    """Return a str with "?" in place of each lone surrogate, which UTF-8 can't encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def prompt_tokens(model, body, name="prompt"):
     """
-    Return a list of the tokens of each prompt. The field `name` has a text, a list of tokens, a
-    list of texts or a list of lists of tokens. Raises ApiError.
+    Return a list of tokens for each prompt. body[name] is a text, a list of tokens, or a list of
+    texts or of lists of tokens. Raises ApiError or llamac.Error.
     """
     prompt, size = body.get(name), model.info.vocab_size
 
@@ -217,9 +222,8 @@ def prompt_tokens(model, body, name="prompt"):
     prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
     if isinstance(prompts, list) and prompts:
         if all(isinstance(text, str) for text in prompts):
-            # Second argument: whether to put BOS before the tokens. An empty prompt is BOS alone;
-            # None leaves the choice to the model.
-            return [model.encode(valid_text(text), None if text else True).tolist()
+            # An empty prompt becomes BOS alone; others begin with BOS if the model expects it.
+            return [model.encode(valid_text(text), bos=None if text else True).tolist()
                     for text in prompts]
         if all(map(is_tokens, prompts)):
             return prompts
@@ -229,8 +233,8 @@ def prompt_tokens(model, body, name="prompt"):
 
 
 def message_text(message):
-    """Return the text of a message, which may come in parts. Raises ApiError."""
-    # Clients send earlier answers back with empty fields, such as "tool_calls": [].
+    """Return the text of a message: its content, or the parts of it joined. Raises ApiError."""
+    # Clients send back earlier answers that have unused, empty fields, such as "tool_calls": [].
     empty = {name for name, value in message.items() if value in ([], "")}
     refuse_unknown(message, {"role", "content"} | empty, "messages: ", "messages")
     parts = message.get("content")
@@ -238,16 +242,17 @@ def message_text(message):
         parts = [{"type": "text", "text": parts}]
     if not isinstance(parts, list) or not all(
             isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise ApiError("messages: expected each to have its text as content", "messages")
+        raise ApiError("messages: expected each content to be a text, or a list of parts of type "
+                       "'text'", "messages")
     for part in parts:
         refuse_unknown(part, {"type", "text"}, "messages: ", "messages")
         if not isinstance(part.get("text"), str):
-            raise ApiError("messages: expected each part to have a text", "messages")
+            raise ApiError("messages: expected the 'text' of each part to be a text", "messages")
     return valid_text("".join(part["text"] for part in parts))
 
 
 def chat_tokens(model, body):
-    """Return the tokens of a conversation, up to where the next answer begins. Raises ApiError."""
+    """Return the tokens of a conversation up to its next answer. Raises ApiError, llamac.Error."""
     messages = checked(body, CHAT, "messages", [])
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise ApiError("messages: expected a list of {role, content}", "messages")
@@ -256,29 +261,29 @@ def chat_tokens(model, body):
         system = message_text(messages[0])
         messages = messages[1:]
     roles = [message.get("role") for message in messages]
-    if len(roles) % 2 == 0 or roles != (["user", "assistant"] * len(roles))[:len(roles)]:
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise ApiError("messages: expected a system message if any, then user and assistant in "
                        "turn, the user last", "messages")
     tokens = []
-    for n, message in enumerate(messages):
-        text = message_text(message)
-        turn = model.encode_answer(text) if n % 2 else model.encode_turn(text, n == 0, system)
-        tokens += turn.tolist()
+    for i, message in enumerate(messages):
+        text, is_answer = message_text(message), i % 2 == 1
+        found = model.encode_answer(text) if is_answer else model.encode_turn(text, i == 0, system)
+        tokens += found.tolist()
     return tokens
 
 
 def sampling(body, fields):
-    """Return the fields of llamac.Sampler that a request sets. Raises ApiError."""
+    """Return {field of llamac.Sampler: its value for a request}. Raises ApiError."""
     names = {"temperature": "temperature", "topp": "top_p", "topk": "top_k", "minp": "min_p",
              "repeat_penalty": "repeat_penalty", "frequency_penalty": "frequency_penalty",
              "presence_penalty": "presence_penalty"}
-    defaults = {"temperature": 1, "topp": 1}
+    defaults = {"temperature": 1, "topp": 1}  # the others: 0, which turns them off
     return {field: checked(body, fields, name, defaults.get(field, 0))
             for field, name in names.items()}
 
 
 def biases(body, fields, model):
-    """Return {token: bias} of a request. Raises ApiError."""
+    """Return the logit_bias of a request as {token: bias}. Raises ApiError."""
     found = {int(token): bias for token, bias in checked(body, fields, "logit_bias", {}).items()}
     for token in found:
         if token >= model.info.vocab_size:
@@ -288,13 +293,13 @@ def biases(body, fields, model):
 
 
 def parse(body, chat, loaded):
-    """Return the Generation that a request asks for. Raises ApiError."""
+    """Return the Generation that a request asks for. Raises ApiError or llamac.Error."""
     model, fields = loaded.model, CHAT if chat else COMPLETION
-    for name, fixed in FIXED.items():
+    for name, fixed in FIXED_FIELDS.items():
         if body.get(name) not in (None, fixed):
             raise ApiError(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}: nothing else "
                            "is supported here", name)
-    refuse_unknown(body, fields.keys() | IGNORED_FIELDS | FIXED.keys())
+    refuse_unknown(body, fields.keys() | IGNORED_FIELDS | FIXED_FIELDS.keys())
     if chat and loaded.chat_error:
         raise ApiError(f"{loaded.chat_error}: this model can't chat; /v1/completions continues a "
                        "text", "model")
@@ -312,11 +317,12 @@ def parse(body, chat, loaded):
             raise ApiError(f"the prompt has {len(tokens)} tokens, the model's context is "
                            f"{model.info.seq_len}", param, "context_length_exceeded")
     max_tokens = checked(body, fields, "max_tokens", model.info.seq_len if chat else 16)
-    top_logprobs = checked(body, fields, "logprobs")
+    logprobs = checked(body, fields, "logprobs")  # of completions a number, of chats a flag
     if chat:
         max_tokens = checked(body, fields, "max_completion_tokens", max_tokens)
-        top_logprobs = checked(body, fields, "top_logprobs", 0) if top_logprobs else None
+        logprobs = checked(body, fields, "top_logprobs", 0) if logprobs else None
     stop = checked(body, fields, "stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
     is_json = checked(body, fields, "response_format", {}).get("type") == "json_object"
     options = checked(body, fields, "stream_options", {})
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
@@ -325,8 +331,8 @@ def parse(body, chat, loaded):
         sampling=sampling(body, fields), biases=biases(body, fields, model),
         grammar=loaded.grammar() if is_json else None,
         seed=checked(body, fields, "seed", secrets.randbits(63)),
-        stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
-        top_logprobs=top_logprobs, stream=checked(body, fields, "stream", False),
+        stop=[text for text in stops if text],
+        top_logprobs=logprobs, stream=checked(body, fields, "stream", False),
         include_usage=checked(options, {"include_usage": FLAG}, "include_usage", False))
 
 
@@ -337,16 +343,17 @@ class Talk:
 
     def __init__(self, models):
         self.models = models
-        self.loaded, self.lock = {}, threading.Lock()  # {name: LoadedModel}, the oldest first
+        self.loaded = {}  # {name: LoadedModel}, the first opened first
+        self.lock = threading.Lock()  # guards self.loaded
         self.scheduler = Scheduler()
 
     def routes(self):
-        return {"GET /v1/models": self.list,
+        return {"GET /v1/models": self.list_models,
                 "POST /v1/completions": lambda request: self.answer(request, False),
                 "POST /v1/chat/completions": lambda request: self.answer(request, True)}
 
-    def list(self, request):
-        """Return all models. "chat": whether the file has a chat template."""
+    def list_models(self, request):
+        """Return all models. "chat", not in OpenAI's API: whether the file has a chat template."""
         found = []
         for name, path in self.models().items():
             with contextlib.suppress(OSError):  # the file is gone
@@ -357,8 +364,8 @@ class Talk:
 
     def load(self, name):
         """
-        Return the LoadedModel with this name; open its file if it is not open or has changed.
-        Raises ApiError.
+        Return the LoadedModel with this name; open its file if it is not open or has changed. If
+        MAX_MODELS are open then, forget the one that was opened first. Raises ApiError.
         """
         paths = self.models()
         if not isinstance(name, str) or name not in paths:
@@ -367,14 +374,18 @@ class Talk:
         try:
             with self.lock:
                 if name not in self.loaded or self.loaded[name].stamp != stamp(paths[name]):
-                    kept = list(self.loaded.items())[1 - MAX_MODELS:]
+                    kept = list(self.loaded.items())[1 - MAX_MODELS:]  # room for one more
                     self.loaded = dict(kept) | {name: LoadedModel(paths[name])}
                 return self.loaded[name]
         except (OSError, llamac.Error) as e:
             raise ApiError(f"{name}: {e}", "model", "model_not_found", 404) from e
 
     def answer(self, request, chat):
-        """Return a stream of events, a dict or the Response of an error, in OpenAI's format."""
+        """
+        Answer a request for completions or, if `chat`, for chat completions. Return an iterator of
+        server-sent events if the client asks for a stream, otherwise a dict; or the Response of an
+        error.
+        """
         try:
             body = request.json()
             loaded = self.load(body.get("model"))
@@ -393,10 +404,10 @@ class Talk:
 
     def generate(self, loaded, asked):
         """
-        Yield lists of (index of a text, (text, details, count, reason)). The inner tuple is what
-        llamac.Continuation.advance() has returned for it; a list has those that arrived since the
-        list before, and is empty if none arrived within PAUSE. Closing this iterator ends the
-        texts. Raises llamac.Error or MemoryError.
+        Generate all texts. Yield lists of (index of a text, event), each with what is new since the
+        previous one; a list is empty if nothing is new for scheduler.POLL seconds. An event is what
+        llamac.Continuation.advance() returns: (text, details, count, reason). Closing this iterator
+        cancels the texts. Raises llamac.Error or MemoryError.
         """
         inbox, tasks = Inbox(), []
         try:
@@ -404,63 +415,69 @@ class Talk:
             self.scheduler.submit(tasks)
             left, pause = len(tasks), 0
             while left:
-                found = inbox.take(pause)
-                for _, event in found:
+                arrived = inbox.take(pause)
+                for _, event in arrived:
                     if isinstance(event, Exception):
                         raise event
-                    left -= event[-1] is not None
-                yield found
-                pause = PAUSE if found else 0
+                    *_, reason = event
+                    left -= reason is not None  # it was the last event of its text
+                yield arrived
+                pause = PAUSE if arrived else 0
         finally:
             self.scheduler.cancel(tasks)
 
     def stream(self, loaded, asked, gone):
         """
-        Yield lists of the events of a response, in JSON; a list may be empty. Each lets the server
-        notice a closed connection. gone(): returns whether the client has closed it; it is asked
-        when a list is empty.
+        Yield lists of server-sent events, in JSON. The server writes each list, even an empty one,
+        and so notices a closed connection. gone(): returns whether the client has closed it; called
+        when nothing is new.
         """
         head = {"id": new_id(), "created": int(time.time()), "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}
-        begin = json.dumps(head)[:-1] + ', "choices": ['  # of each chunk
-        total = 0
+        # Each chunk is this beginning, one choice and "]}": the head is encoded only once.
+        begin = json.dumps(head)[:-1] + ', "choices": ['
+        n_generated = 0
         try:
             if asked.chat:
                 first = {"delta": {"role": "assistant", "content": ""}}
                 yield [f"{begin}{json.dumps(choice(True, index, '', [], None) | first)}]}}"
                        for index in range(asked.n)]
             with contextlib.closing(self.generate(loaded, asked)) as batches:
-                for found in batches:
-                    if not found and gone():
+                for arrived in batches:
+                    if not arrived and gone():
                         return
                     choices = [choice(asked.chat, index, text, details, reason)
-                               for index, (text, details, _, reason) in found
+                               for index, (text, details, _, reason) in arrived
                                if text or details or reason]
                     yield [f"{begin}{json.dumps(one)}]}}" for one in choices]
-                    total += sum(count for _, (*_, count, reason) in found if reason)
+                    # The last event of a text, which has a reason, counts all its tokens.
+                    n_generated += sum(count for _, (*_, count, reason) in arrived if reason)
             if asked.include_usage:
-                yield [json.dumps(head | {"choices": [], "usage": asked.usage(total)})]
+                yield [json.dumps(head | {"choices": [], "usage": asked.usage(n_generated)})]
             yield ["[DONE]"]
-        except (llamac.Error, MemoryError) as e:  # broken weights, too little memory
+        except (llamac.Error, MemoryError) as e:  # such as broken weights
             yield [json.dumps(server_error(e))]
 
     def whole(self, loaded, asked, gone):
-        """Return one Response with all texts. The arguments are those of stream()."""
-        parts = [[] for _ in range(asked.n * len(asked.prompts))]  # of each text
+        """
+        Return a dict with all texts once they have ended, or the Response of an error. The
+        arguments are those of stream().
+        """
+        texts = [[] for _ in range(asked.n * len(asked.prompts))]  # the events of each text
         try:
             with contextlib.closing(self.generate(loaded, asked)) as batches:
-                for found in batches:
-                    for index, event in found:
-                        parts[index].append(event)
+                for arrived in batches:
+                    for index, event in arrived:
+                        texts[index].append(event)
                     if gone():
                         return Response("")
         except (llamac.Error, MemoryError) as e:
             return Response(server_error(e), 500)
-        total = sum(events[-1][2] for events in parts)
+        n_generated = sum(events[-1][2] for events in texts)  # the count in the last event of each
         return {"id": new_id(), "created": int(time.time()), "model": asked.name,
                 "object": "chat.completion" if asked.chat else "text_completion",
-                "choices": [whole_choice(asked, index, part) for index, part in enumerate(parts)],
-                "usage": asked.usage(total)}
+                "choices": [whole_choice(asked, i, events) for i, events in enumerate(texts)],
+                "usage": asked.usage(n_generated)}
 
 
 def new_id():
@@ -468,12 +485,12 @@ def new_id():
 
 
 def server_error(e):
-    """Return an exception in OpenAI's format."""
+    """Return an exception in OpenAI's format. A MemoryError has no message of its own."""
     return error(str(e) or "not enough memory", "server_error")
 
 
 def log_probabilities(chat, details):
-    """Return token_details of llamac in the format of completions or of chats."""
+    """Return the "logprobs" of a choice. details: a list of llamac.token_details."""
     if chat:
         fields = ("token", "logprob", "bytes", "top_logprobs")
         return {"content": [{field: entry[field] for field in fields} for entry in details]}
@@ -486,7 +503,7 @@ def log_probabilities(chat, details):
 
 def choice(chat, index, text, details, reason):
     """
-    Return the "choice" of a chunk. index: of the text; details, reason: as
+    Return a chunk's "choice": a piece of the text with this index. text, details, reason: as
     llamac.Continuation.advance() returns them.
     """
     content = {"delta": {"content": text}} if chat else {"text": text}
@@ -495,13 +512,13 @@ def choice(chat, index, text, details, reason):
 
 
 def whole_choice(asked, index, events):
-    """Return the "choice" of a whole text. events: what advance() has returned for it."""
-    text = "".join(text for text, *_ in events)
-    details = [entry for _, found, *_ in events for entry in found]
+    """Return the "choice" of a whole text. events: all that advance() has returned for it."""
+    pieces, lists, _, reasons = zip(*events)
+    text, details = "".join(pieces), list(itertools.chain(*lists))
     content = {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
     wanted = asked.top_logprobs is not None
     logprobs = log_probabilities(asked.chat, details) if wanted else None
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": events[-1][3]}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reasons[-1]}
 
 
 # ---- model files

@@ -129,7 +129,7 @@ def test_embeddings_and_texts_do_not_disturb_each_other(client, expected):
 def test_a_client_that_leaves_ends_its_list(client, server, folder):
     """The texts that are left are not computed: the next request does not wait for them."""
     url, head = f"{client.base_url}embeddings", {"Authorization": f"Bearer {server.token}"}
-    counted, engine = [], server.routes["POST /v1/embeddings"].__self__.talk.load("plain").sequences().engine
+    counted, engine = [], server.routes["POST /v1/embeddings"].__self__.talk.load("plain").sequence_cache().engine
     embed = engine.embed
     engine.embed = lambda tokens: counted.append(len(tokens)) or embed(tokens)
     try:
