@@ -1,15 +1,16 @@
 """
-Generate texts for many clients at once. A text is what a model writes for one prompt (a Task).
+Generate texts for many clients at once. A text is what a model writes for one prompt. A Task is
+one text, and a sequence holds its tokens and their KV cache.
 
 One thread owns the engines and works in steps. In each step, each engine evaluates a batch: the
 next token of each of its running texts, and a chunk of the prompts of those that have just begun,
 so that running texts do not stall behind a long prompt. Engines of several models take turns,
-because one batch uses all cores. A text does not depend on the others in its batch.
+because one batch uses all cores. A text is the same, whatever else is in its batch.
 
-A text begins when there is memory for all its tokens. If the library cannot allocate memory
-nevertheless, sequences that were kept for later requests are freed, and then the text that began
-last goes back to the queue, until another one ends. It loses nothing: its tokens are evaluated
-again.
+A text begins when there is memory for all its tokens. If the library still fails to allocate
+memory, the scheduler frees the sequences that it keeps for later requests. If that is not enough,
+it suspends the text that began last: the text waits in the queue until another one ends, and then
+continues where it was, after its tokens have been evaluated again.
 """
 import contextlib
 import threading
@@ -22,16 +23,16 @@ from queue import Empty, SimpleQueue
 import llamac
 from page.system import available_memory
 
-MAX_RUNNING = 64  # texts that are generated at once; others wait in the order of their arrival
-PROMPT_CHUNK = 64  # max tokens of prompts in a batch, of all its prompts together
-MAX_QUEUED = 2048  # events in an Inbox; its texts pause until the client has taken some
-MAX_KEPT = 64  # sequences that an engine keeps for later requests
-MAX_KEPT_BYTES = 1 << 28  # bytes of the KV caches of all sequences that an engine keeps
+MAX_RUNNING = 64  # max texts that run at once; others wait in the order of their arrival
+PROMPT_CHUNK = 64  # max prompt tokens in a batch, all prompts together
+MAX_QUEUED = 2048  # texts pause while their Inbox has this many events
+MAX_KEPT = 64  # max sequences that a SequenceCache keeps for later requests
+MAX_KEPT_BYTES = 1 << 28  # max bytes of the KV caches of all sequences that it keeps
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
-# The running texts of an engine may take this share of the memory that is free when the
-# SequenceCache of the engine is made.
+# Max share of the free memory that the running texts of an engine may use. What is free is measured
+# once, when the SequenceCache of the engine is made.
 MEMORY_SHARE = 0.5
-POLL = 0.2  # max seconds to wait for an event, before checking whether the client has left
+POLL = 0.2  # max seconds that a client waits for an event, before it checks its connection
 
 
 class SequenceCache:
@@ -44,30 +45,30 @@ class SequenceCache:
         self.engine, self.kept = engine, []  # [(Sequence, its tokens)], the latest last
         info = engine.model.info
         kv_dim = info.dim // info.n_heads * info.n_kv_heads
-        # Bytes of a token's keys and values, if the KV cache has its widest type: 32 bits
+        # Bytes of a token's keys and values in the widest type of a KV cache, 32 bits
         token_bytes = 2 * info.n_layers * kv_dim * 4
         self.max_kept_tokens = MAX_KEPT_BYTES // token_bytes
-        # Tokens of all running texts together. This limit is needed because Linux promises more
-        # memory than there is, and kills a program that uses it.
+        # Max tokens of all running texts together. Waiting for a failed allocation is not enough:
+        # Linux overcommits memory, and kills a program that uses more than there is.
         self.max_running_tokens = MEMORY_SHARE * available_memory() / token_bytes
 
     def take(self, tokens, running=()):
         """
-        Return a sequence that contains as many of the first tokens of `tokens` as possible, and no
-        others. Among the kept and running sequences, find the one that begins with the most of
-        these tokens. If it is a kept one without further tokens, remove it from `kept` and return
-        it. Otherwise return a copy of its beginning, or a new sequence if none shares a token.
+        Return a sequence with the first n of `tokens` and no others, where n is the length of the
+        longest prefix that a kept or running sequence shares with `tokens`. If a kept sequence is
+        just that prefix, remove it from `kept` and return it; otherwise return a copy of the prefix
+        or, for n = 0, a new sequence.
 
         tokens: (T,) int32; running: the sequences of the running texts of the engine.
         """
-        found = [*self.kept, *((sequence, sequence.tokens) for sequence in running)]
-        shared = [llamac.common_prefix(known, tokens) for _, known in found]
-        n = max(shared, default=0)
+        known = [*self.kept, *((sequence, sequence.tokens) for sequence in running)]
+        prefixes = [llamac.common_prefix(its_tokens, tokens) for _, its_tokens in known]
+        n = max(prefixes, default=0)
         if not n:
             return llamac.Sequence(self.engine)
-        at = shared.index(n)
-        sequence, known = found[at]
-        if at < len(self.kept) and n == len(known):  # the text continues the kept one
+        at = prefixes.index(n)
+        sequence, its_tokens = known[at]
+        if at < len(self.kept) and n == len(its_tokens):
             del self.kept[at]
             return sequence
         return sequence.copy(n)
@@ -75,10 +76,10 @@ class SequenceCache:
     def keep(self, sequence):
         """
         Keep a sequence with a copy of its tokens, or free it if there is no memory for the copy.
-        Then free the oldest sequences until the limits are met.
+        Then free the oldest kept sequences until both limits are met.
         """
         try:
-            self.kept.append((sequence, sequence.tokens))  # this attribute makes the copy
+            self.kept.append((sequence, sequence.tokens))  # the property `tokens` makes the copy
         except MEMORY_ERRORS:
             sequence.free()
             return
@@ -95,27 +96,27 @@ class SequenceCache:
 
 class Inbox:
     """
-    What a request's texts have generated: (index of the text, event), where an event is what
+    The queue from the scheduler to one request, of (index of a text, event). An event is what
     llamac.Continuation.advance() returns, or the exception that ends the text.
     """
 
     def __init__(self):
         self.queue = SimpleQueue()
-        self.ended = threading.Event()  # a text has ended since the latest call of take()
+        self.ended = threading.Event()  # set if a text has ended since the latest call of take()
 
     def put(self, index, event, ends):
-        """Append an event. ends: it is the last one of its text."""
+        """Append an event. ends: whether it is the last one of its text."""
         self.queue.put((index, event))
         if ends:
             self.ended.set()
 
     def take(self, pause=0):
         """
-        Return all that has arrived since the latest call, in a list that is empty if nothing
-        arrives within POLL seconds.
+        Return a list of all that has arrived since the latest call. If there is nothing, wait up to
+        POLL seconds for it; the list may stay empty.
 
-        pause: seconds to wait first, unless a text ends. The pause collects several events,
-        because waking a thread takes more time than generating a token.
+        pause: seconds to wait before that, or less if a text ends. A pause collects several events,
+        because waking a thread takes longer than generating a token.
         """
         if pause:
             self.ended.wait(pause)
@@ -133,27 +134,27 @@ class Inbox:
 
 @dataclass(eq=False)
 class Task:
-    """A text of a request, from the queue until it ends."""
+    """One text of a request: waiting, running or suspended."""
     cache: SequenceCache
-    tokens: list  # of the prompt; texts of the same prompt share the list
-    options: dict  # further arguments of llamac.Continuation
+    tokens: list  # of the prompt; texts of one prompt have the same list object, see next_task
+    options: dict  # arguments of llamac.Continuation, besides sequence, tokens and grammar
     inbox: Inbox
-    index: int = 0
-    grammar: llamac.Grammar | None = None  # a copy of it masks the tokens of the text
-    text: llamac.Continuation | None = None  # what generates it; None before it begins
+    index: int = 0  # of the text in its request
+    grammar: llamac.Grammar | None = None  # a copy of it decides which tokens are allowed
+    text: llamac.Continuation | None = None  # generates the text; None before it first begins
     cancelled: bool = False
 
     def max_length(self):
-        """Return the max length of the sequence in tokens, prompt included."""
+        """Return how many tokens the sequence may have at most, prompt included."""
         wanted = len(self.tokens) + self.options["max_tokens"]
         return min(wanted, self.cache.engine.positions)
 
     def begin(self, running):
         """
-        Begin the text, or resume it after `suspend`, in a sequence from SequenceCache.take.
+        Begin the text, or resume it if it was suspended, in a sequence from SequenceCache.take.
         running: see SequenceCache.take. Raises llamac.Error or MemoryError.
         """
-        # After `suspend`, all tokens of the text are pending: they have to be evaluated again.
+        # All tokens of a suspended text are pending: they have to be evaluated again.
         tokens = self.text.pending if self.text else llamac.token_array(self.tokens)
         sequence = self.cache.take(tokens, running)
         try:
@@ -169,8 +170,8 @@ class Task:
 
 def split_evenly(needs, budget):
     """
-    Divide a budget. The smallest needs are met first; each of the larger ones gets an equal share
-    of what is left, but at least 1.
+    Return a share of the budget for each need. Small needs are met in full; the larger ones get
+    equal shares of the rest. Each need gets at least 1, even if that exceeds the budget.
     """
     shares = [0] * len(needs)
     order = sorted(range(len(needs)), key=needs.__getitem__)
@@ -185,19 +186,19 @@ class Scheduler:
 
     def __init__(self):
         self.changed = threading.Condition()  # guards waiting, running and calls
-        self.waiting, self.running = deque(), []  # Tasks
-        self.memory_is_short = False  # no text begins until another one has ended
+        self.waiting, self.running = deque(), []  # Tasks; the last of running began last
+        self.memory_is_short = False  # True: no text begins until another one has ended
         self.calls = deque()  # [(Future, function)] of call()
         self.thread = None
 
     def submit(self, tasks):
-        """Generate texts, as soon as it is their turn."""
+        """Add texts to the queue."""
         with self.changed:
             self.waiting.extend(tasks)
             self.wake()
 
     def wake(self):
-        """Let the thread look into the queues. The caller holds self.changed."""
+        """Start the thread, or wake it if it waits. The caller holds self.changed."""
         if not self.thread:
             self.thread = threading.Thread(target=self.work, daemon=True)
             self.thread.start()
@@ -215,28 +216,29 @@ class Scheduler:
         return future.result()
 
     def cancel(self, tasks):
-        """End texts whose client has left. Their sequences are freed before the next batch."""
+        """Mark texts whose client has left. The next step ends them and frees their sequences."""
         with self.changed:
             for task in tasks:
                 task.cancelled = True
             self.changed.notify()
 
     def work(self):
+        """Make steps for ever; wait while there is nothing to do."""
         while True:
             with self.changed:
                 while not (self.waiting or self.running or self.calls):
                     self.changed.wait()
             try:
                 self.step()
-            except Exception as e:  # a mistake in this program: end the texts, serve the next ones
+            except Exception as e:  # a bug in this program: end the running texts and go on
                 traceback.print_exc()
                 for task in [*self.running]:
                     self.end(task, llamac.Error(f"{type(e).__name__}: {e}"))
 
     def step(self):
         """
-        Drop the texts of clients that have left, begin others, evaluate a batch per engine, and
-        then call one function of `call`.
+        End the running texts that are cancelled, begin others, evaluate a batch per engine, and
+        then run one function that `call` has queued.
         """
         for task in [task for task in self.running if task.cancelled]:
             self.end(task, llamac.Error("the client has left"))
@@ -248,7 +250,7 @@ class Scheduler:
         with self.changed:
             future, function = self.calls.popleft() if self.calls else (None, None)
             if not active and not future:
-                self.changed.wait(0.01)  # until clients have taken some events
+                self.changed.wait(0.01)  # clients may have taken some events by then
         if future:
             try:
                 future.set_result(function())
@@ -256,7 +258,7 @@ class Scheduler:
                 future.set_exception(e)
 
     def begin(self):
-        """Move texts from the queue to those that run, as long as there is room."""
+        """Begin texts from the queue, as long as there is room."""
         while True:
             with self.changed:
                 task = self.next_task()
@@ -265,7 +267,7 @@ class Scheduler:
                 self.waiting.remove(task)
                 sequences = [other.text.sequence for other in self.running
                              if other.cache is task.cache]
-                self.running.append(task)  # so that put_back or end can take it out again
+                self.running.append(task)  # first, because put_back and end remove it from here
             try:
                 task.begin(sequences)
             except MEMORY_ERRORS as e:
@@ -279,34 +281,37 @@ class Scheduler:
                 self.end(task, e)
 
     def next_task(self):
-        """Return the text that is to begin next, or None."""
+        """Return the waiting text to begin next, or None. Drop waiting texts that are cancelled."""
         if len(self.running) >= MAX_RUNNING or self.memory_is_short:
             return None
         self.waiting = deque(task for task in self.waiting if not task.cancelled)
-        # Several texts of one prompt: the first evaluates the prompt, and the others wait for that
-        # and then copy its sequence. They do not wait for the last token of the prompt, which each
-        # text evaluates itself, for its logits.
-        busy = [task.tokens for task in self.running
-                if task.text.count == 0 and task.text.n_pending > 1]
+        # Of several texts of one prompt, the first evaluates the prompt. The others wait until only
+        # the last token of the prompt is pending, and then copy the sequence. Each evaluates the
+        # last token itself, because it needs the logits.
+        unfinished = [task.tokens for task in self.running
+                      if task.text.count == 0 and task.text.n_pending > 1]
         candidates = [task for task in self.waiting
-                      if not any(task.tokens is tokens for tokens in busy)]
-        # A request with many running texts comes after requests with fewer.
-        task = min(candidates, default=None, key=lambda task: sum(other.inbox is task.inbox
-                                                                  for other in self.running))
+                      if not any(task.tokens is prompt for prompt in unfinished)]
+
+        def n_running_of_request(task):
+            return sum(other.inbox is task.inbox for other in self.running)
+
+        # Requests with fewer running texts come first; of equals, the text that arrived first.
+        task = min(candidates, default=None, key=n_running_of_request)
         return task if task and self.has_memory(task) else None
 
     def has_memory(self, task):
         """
-        Return whether there is memory for a text beside the running ones of its engine. An
-        engine without running texts may always begin one.
+        Return whether a text fits into memory together with the running texts of its engine. The
+        only text of an engine may always begin.
         """
-        beside = [other.max_length() for other in self.running if other.cache is task.cache]
-        return not beside or sum(beside) + task.max_length() <= task.cache.max_running_tokens
+        lengths = [other.max_length() for other in self.running if other.cache is task.cache]
+        return not lengths or sum(lengths) + task.max_length() <= task.cache.max_running_tokens
 
     def put_back(self, task, wait):
         """
-        Move a running text to the front of the queue, because memory is short. wait: let no text
-        begin until another one has ended.
+        Move a running text to the front of the queue, because memory is short. wait: whether no
+        text may begin until another one has ended.
         """
         with self.changed:
             self.running.remove(task)
@@ -315,8 +320,8 @@ class Scheduler:
                 self.memory_is_short = True
 
     def evaluate(self, engine, tasks):
-        """Evaluate a batch of an engine, and append a token to each text whose prompt is done."""
-        # A text has one pending token, its latest; until its prompt is evaluated, it has more.
+        """Evaluate a batch of an engine, and append a token to each text that has none pending."""
+        # A text has one pending token, its latest; more until its prompt is evaluated.
         prompts = [task for task in tasks if task.text.n_pending > 1]
         shares = split_evenly([task.text.n_pending for task in prompts], PROMPT_CHUNK)
         sizes = dict(zip(map(id, prompts), shares))
@@ -328,19 +333,19 @@ class Scheduler:
                 task.text.take_back(part)
             self.recover(engine, tasks, e)
             return
-        # A text is ready if its whole prompt is evaluated, and so all its tokens.
+        # ready: all tokens of the text are evaluated. Texts with long prompts are not ready yet.
         self.advance(engine, [task for task in tasks if task.text.ready])
 
     def recover(self, engine, tasks, error):
         """
-        After a failed batch: if memory was short, free a kept sequence or put the latest text back
-        into the queue, so that the next step can try again. Otherwise evaluate the texts one by
-        one, and end those that fail even then.
+        Recover from a failed batch. If memory was short, free a kept sequence or suspend the text
+        that began last; the next step tries again. Otherwise evaluate the texts one by one, and end
+        those that fail even alone.
         """
         cache = tasks[0].cache
         if isinstance(error, MEMORY_ERRORS):
             if cache.free_oldest():
-                return  # the next step tries again
+                return
             running = [task for task in self.running if task.cache is cache]
             if len(running) > 1:
                 running[-1].text.suspend()
@@ -350,13 +355,13 @@ class Scheduler:
             self.end(tasks[0], error)
             return
         for task in tasks:
-            if task in self.running:  # recovering from an earlier task may have put this one back
+            if task in self.running:  # an earlier evaluate() may have suspended this one
                 self.evaluate(engine, [task])
 
     def advance(self, engine, tasks):
         """Sample the next token of each text, and end those that are complete."""
         for task in tasks:
-            task.text.prepare()  # the mask of the grammar
+            task.text.prepare()  # limits the sampler to tokens that the grammar allows
         tokens = engine.sample_batch([task.text.sequence for task in tasks],
                                      [task.text.sampler for task in tasks])
         for task, token in zip(tasks, tokens):
@@ -369,7 +374,10 @@ class Scheduler:
             task.inbox.put(task.index, event, ends=task.text.reason is not None)
 
     def end(self, task, error=None):
-        """Take a text out of those that run. Without an error, keep its sequence."""
+        """
+        Remove a text from the running ones. After an error, free its sequence and report the error
+        to its request; otherwise keep the sequence for later requests.
+        """
         with self.changed:
             self.running.remove(task)
             self.memory_is_short = False
