@@ -302,6 +302,8 @@ class Model:
         prompt; "": none; None: that of the file's template, if it has one.
         """
         system = None if system is None else system.encode()
+        if system and b"\0" in system:
+            raise Error("the system prompt holds a zero byte, which would end it in C")
         return encoded("encode_turn", self.pointer, first, system, *utf8(text))
 
     def encode_answer(self, text):
@@ -470,24 +472,25 @@ class Engine:
         in Sequence.sample. Where this fails, the list has the Error in place of the token. One call
         of the library samples all.
         """
+        if any(sequence.engine is not self for sequence in sequences):
+            raise Error("the sequence belongs to another engine")
         n = len(sequences)
         pointers = (c_void_p * n)(*(sequence.pointer for sequence in sequences))
         addresses = (c_void_p * n)(*map(ctypes.addressof, samplers))
         tokens = (c_int * n)()
         with self.using():
             # call() would raise the error of one sequence and lose the tokens of the others.
-            ok = library().llamac_sample_batch_sized(pointers, addresses, n, tokens,
-                                                     ctypes.sizeof(Sampler), None)
-        found = list(tokens)
-        if ok:
+            library().llamac_sample_batch_sized(pointers, addresses, n, tokens,
+                                                ctypes.sizeof(Sampler), None)
+            found = list(tokens)
+            for i, sampler in enumerate(samplers):
+                if found[i] < 0:
+                    try:  # it fails again, and raises its own message
+                        found[i] = call("sample_sized", sequences[i].pointer, byref(sampler),
+                                        ctypes.sizeof(sampler))
+                    except Error as e:
+                        found[i] = e
             return found
-        for i, token in enumerate(found):
-            if token < 0:
-                try:
-                    found[i] = sequences[i].sample(samplers[i])  # fails again, raising the message
-                except Error as e:
-                    found[i] = e
-        return found
 
     def load(self, path):
         """
@@ -566,10 +569,11 @@ class Sequence:
         methods raise Error.
         """
         if self.pointer:
-            self.finalizer.detach()
             with self.engine.using():
-                library().llamac_sequence_free(self.pointer)
-            self.pointer = None
+                self.finalizer.detach()
+                # First, because a deferred exception is raised at the end of this block.
+                pointer, self.pointer = self.pointer, None
+                library().llamac_sequence_free(pointer)
 
     def truncate(self, n):
         """Drop all tokens but the first n."""

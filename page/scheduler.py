@@ -199,7 +199,7 @@ class Scheduler:
 
     def wake(self):
         """Start the thread, or wake it if it waits. The caller holds self.changed."""
-        if not self.thread:
+        if not self.thread or not self.thread.is_alive():
             self.thread = threading.Thread(target=self.work, daemon=True)
             self.thread.start()
         self.changed.notify()
@@ -381,9 +381,11 @@ class Scheduler:
         with self.changed:
             self.running.remove(task)
             self.memory_is_short = False
-        if task.text and error:
-            task.text.sequence.free()
-        elif task.text:
-            task.cache.keep(task.text.sequence)
-        if error:
-            task.inbox.put(task.index, error, ends=True)
+        try:
+            if task.text and error:
+                task.text.sequence.free()
+            elif task.text:
+                task.cache.keep(task.text.sequence)
+        finally:  # whatever fails here, the request must not wait for ever
+            if error:
+                task.inbox.put(task.index, error, ends=True)

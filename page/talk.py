@@ -93,10 +93,9 @@ def integer(low, high):
 
 
 def is_stop(value):
-    """Return whether a str has at most 10,000 characters, or a list at most four texts."""
-    if isinstance(value, str):
-        return len(value) <= 10_000
-    return len(value) <= 4 and all(isinstance(text, str) for text in value)
+    """Return whether a value is up to four texts of at most 10,000 characters each."""
+    texts = [value] if isinstance(value, str) else value
+    return len(texts) <= 4 and all(isinstance(text, str) and len(text) <= 10_000 for text in texts)
 
 
 def is_bias(value):
@@ -114,7 +113,7 @@ FIELDS = {
     "model": None, "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
     "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
-    "stop": Field((str, list), "a text of at most 10,000 characters or a list of at most 4 texts",
+    "stop": Field((str, list), "a text of at most 10,000 characters, or a list of up to 4 of them",
                   is_stop),
     "stream_options": Field((dict,), "an object"), "n": integer(1, MAX_TEXTS),
     "top_k": integer(0, MAX_TOKENS), "presence_penalty": PENALTY, "frequency_penalty": PENALTY,
@@ -320,7 +319,8 @@ def parse(body, chat, loaded):
     logprobs = checked(body, fields, "logprobs")  # of completions a number, of chats a flag
     if chat:
         max_tokens = checked(body, fields, "max_completion_tokens", max_tokens)
-        logprobs = checked(body, fields, "top_logprobs", 0) if logprobs else None
+        top_logprobs = checked(body, fields, "top_logprobs", 0)
+        logprobs = top_logprobs if logprobs else None
     stop = checked(body, fields, "stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     is_json = checked(body, fields, "response_format", {}).get("type") == "json_object"

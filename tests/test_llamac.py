@@ -172,6 +172,8 @@ def test_many_sequences_are_sampled_in_one_call(models, tmp_path):
         assert engine.sample_batch(sequences, many) == [s.sample(x) for s, x in zip(sequences, one)]
         assert [x.state for x in many] == [x.state for x in one]
     assert engine.sample_batch([], []) == []
+    with pytest.raises(llamac.Error, match="another engine"):
+        llamac.Engine(engine.model).sample_batch(sequences, one)
     sequences[1].free()
     none, one[3].topk = llamac.Sequence(engine), -1
     found = engine.sample_batch([*sequences, none], [*one, llamac.Sampler()])
@@ -291,6 +293,8 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
             assert told == [1] + oracle.apply_chat_template(messages, chat_template=source, add_generation_prompt=True)["input_ids"]
         assert not {i for i, piece in enumerate(pieces_of(made)) if piece[2] == 3} & set(model.encode_answer("</s><|im_end|>"))
     model = llamac.Model(tmp_path / "m.gguf")
+    with pytest.raises(llamac.Error, match="zero byte"):
+        model.encode_turn("Hi", True, "a\0b")
     for call in (lambda: model.encode_turn("Hi"), lambda: model.encode_answer("Hi")):
         with pytest.raises(llamac.Error, match="no chat template is in use"):
             call()
@@ -483,7 +487,7 @@ def test_callbacks_see_progress_and_stop_calls(models):
 def test_ctrl_c_stops_a_call_whenever_it_comes(tmp_path, library, monkeypatch):
     """None is lost in a callback, where Python could only print it; another handler than Python's is called once."""
     lost, told = [], []
-    monkeypatch.setattr(sys, "unraisablehook", lambda details: lost.append(details.exc_value))
+    monkeypatch.setattr(sys, "unraisablehook", lambda details: lost.append(f"{details.exc_value!r} in {details.object!r}"))
     Model(seq=1024).write_gguf(tmp_path / "m.gguf")
     engine = llamac.Engine(llamac.Model(tmp_path / "m.gguf"), abort=lambda: False)
     sequence, tokens = llamac.Sequence(engine), [5] * 1024
@@ -492,8 +496,9 @@ def test_ctrl_c_stops_a_call_whenever_it_comes(tmp_path, library, monkeypatch):
 
     def compute(seconds=60):
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end and not lost:
             sequence.forward(tokens, 0)
+        pytest.fail(f"not interrupted; lost: {lost}")
     for n in range(30):
         timer = threading.Timer(0.02 + 0.001 * n, os.kill, [os.getpid(), signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):

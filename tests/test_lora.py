@@ -399,7 +399,8 @@ def test_adapters_of_a_run_without_are_refused(tmp_path, folder, capsys, monkeyp
     assert "holds no adapters" in refused(capsys, load.read_adapters, checkpoint_of_a_plain_run(tmp_path))
     steps = checkpoint.steps(folder / "tuned")
     saved = torch.load(steps[0] / "model.pt")
-    for values in {"rank": 0}, {"alpha": float("inf")}, {"targets": ["x"]}, {"rank": 5}, {"frozen_rows": 1}, {"quantized": ["tok_embeddings"]}:
+    for values in ({"rank": 0}, {"alpha": float("inf")}, {"targets": ["x"]}, {"rank": 5}, {"frozen_rows": 1}, {"frozen_rows": 1 << 20},
+                   {"quantized": ["tok_embeddings"]}):
         with pytest.raises((SystemExit, ValueError)):
             spec = lora.of_checkpoint(saved | {"lora": saved["lora"] | values})
             shapes = {name: tuple(w.shape) for name, w in checkpoint.load(steps[0])["model"].items()}

@@ -176,7 +176,8 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     assert wrong(openai.NotFoundError, "bad: ", model="bad").param == "model"
     assert wrong(refused, "context is 64", prompt="A" * 500).code == "context_length_exceeded"
     for name, values in {"n": [0, 65, -1, True, "2"], "best_of": [3], "echo": [True], "suffix": ["x"], "max_tokens": [0, -1, 1.5, True, "3"],
-                         "temperature": [-1, "hot", float("inf"), 1e9], "top_p": [0, 1.5], "seed": ["x", 1.5], "stop": [5, list("abcde"), [1]],
+                         "temperature": [-1, "hot", float("inf"), 1e9], "top_p": [0, 1.5], "seed": ["x", 1.5],
+                         "stop": [5, list("abcde"), [1], ["a", "b" * 10_001]],
                          "logprobs": [21, -1, "a"], "presence_penalty": [3], "frequency_penalty": [-2.1], "stream_options": [3],
                          "logit_bias": [{"1": 200}, {"x": 1}, {"-1": 1}, {"300": 1}, {"1": "a"}], "response_format": [{"type": "xml"}, {}],
                          "prompt": [None, [], ["a"] * 65, ["a", [1]], [[1], []], [[1], [300]], [1, 300], [-1], [True], {"a": 1}, 5]}.items():
@@ -188,6 +189,8 @@ def test_mistakes_are_reported_in_openais_format(client, server):
     for messages in ([], hi * 2, hi + [{"role": "assistant", "content": "x"}], [{"role": "system", "content": "x"}],
                      [{"role": "user"}], [{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
         wrong(refused, "messages", chat, messages=messages)
+    wrong(refused, "zero byte", chat, messages=[{"role": "system", "content": "a\0b"}, *hi])
+    wrong(refused, "top_logprobs", chat, messages=hi, extra_body={"top_logprobs": "abc"})
     assert wrong(openai.InternalServerError, "not finite", model="broken").body["type"] == "server_error"
     with pytest.raises(openai.APIError, match="not finite"):
         list(client.completions.create(model="broken", prompt="A", stream=True))
@@ -241,6 +244,21 @@ def test_a_prompt_without_tokens_is_refused():
     for prompt in "", "x", [""]:  # where a model has no BOS
         with pytest.raises(talk.ApiError, match="the prompt has no tokens"):
             talk.parse({"model": "x", "prompt": prompt}, False, voice)
+
+
+def test_no_request_waits_for_a_thread_that_has_ended():
+    found = scheduler.Scheduler()
+    found.thread = threading.Thread(target=lambda: None)
+    found.thread.start()
+    found.thread.join()
+    assert found.call(lambda: 5) == 5
+    # A request hears of its text's error even if the text's memory can't be freed.
+    heard = []
+    task = SimpleNamespace(text=SimpleNamespace(sequence=None), inbox=SimpleNamespace(put=lambda *event, ends: heard.append(event)), index=3)
+    found.running.append(task)
+    with pytest.raises(AttributeError):
+        found.end(task, llamac.Error("x"))
+    assert heard[0][0] == 3 and not found.running
 
 
 def test_the_fields_of_the_sampler(client, folder):

@@ -385,7 +385,13 @@ def merged_weight(state, module, scale):
 
 
 def expected_tensors(args, lora):
-    """Yield (name, shape) of every tensor of an adapted model."""
+    """
+    Yield (name, shape) of every tensor of an adapted model. Raises ValueError if the LoRA does not
+    fit the model.
+    """
+    if lora.frozen_rows > args.vocab_size:
+        raise ValueError(f"the base model has {lora.frozen_rows} tokens, expected at most the "
+                         f"model's {args.vocab_size}")
     for name, _, _, shape in tensors(args):
         if len(shape) == 1:  # a norm or a bias
             yield name, shape
@@ -396,6 +402,9 @@ def expected_tensors(args, lora):
             yield f"{module}.new_rows", (shape[0] - lora.frozen_rows, shape[1])
             shape = lora.frozen_rows, shape[1]
         if module in lora.quantized:
+            if shape[1] % 32:
+                raise ValueError(f"{module} has {shape[1]} columns and is in Q8_0, expected a "
+                                 "multiple of 32")
             yield f"{module}.q", shape
             yield f"{module}.d", (shape[0], shape[1] // 32)
         else:
