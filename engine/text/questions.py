@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-PER_TEXT = 4  # max questions in a conversation to train on
+PER_TEXT = 4  # max questions about a short text in a conversation to train on
 LEARNED_LAST = "how many", "when"  # kinds: stories have several numbers and times to confuse
 # The rules of sentences that questions are asked about without the rest of the story.
 SENTENCES = "opening", "likes", "companion", "pal", "outing", "scene", "looks"
@@ -131,24 +131,36 @@ def some_sentences(facts, rng):
     return {rule: drawn[rule] for rule in (list(drawn)[i] for i in chosen)}
 
 
+def known_questions(facts, rng, sentences=None):
+    """Return what `ask` does, without what training leaves out."""
+    return [question for question in ask(facts, rng, sentences) if question[1] == "known"]
+
+
 def training(count, short=False):
     """
-    Yield `count` conversations to train on, each with one to PER_TEXT known questions about a text,
-    those of the kinds in LEARNED_LAST before others. Half of the texts, or all of them if `short`,
-    are one to three sentences of a story, where an answer is found sooner. The others are whole
-    stories.
+    Yield `count` conversations to train on, with known questions. Half of the texts, or all of them
+    if `short`, are one to three sentences of a story, where an answer is found sooner. They are
+    followed by up to PER_TEXT questions, those of the kinds in LEARNED_LAST before others.
+
+    The other texts are whole stories with one question each: with more, most would stand far from
+    the story, and a small model learns less from those. A quarter of these questions is about the
+    plot, which short texts lack. (doc/lab/chat.md)
     """
     number = 0
     while count:
         story, _, facts = stories.write_with_facts(TRAIN_SEED, number)
-        rng, sentences = random.Random(number), None
+        rng = random.Random(number)
         if short or number % 2:
             sentences = some_sentences(facts, rng)
             story = " ".join(sentences.values())
-        known = [question for question in ask(facts, rng, sentences) if question[1] == "known"]
-        known.sort(key=lambda question: question[0] not in LEARNED_LAST)
-        asked = known[:PER_TEXT]
-        rng.shuffle(asked)
+            known = known_questions(facts, rng, sentences)
+            known.sort(key=lambda question: question[0] not in LEARNED_LAST)
+            asked = known[:PER_TEXT]
+            rng.shuffle(asked)
+        else:
+            known = known_questions(facts, rng)
+            plot = known_questions(facts, rng, ["plot"]) if number % 8 == 0 else []
+            asked = (plot or known)[:1]  # both are in random order
         number += 1
         if asked:
             yield conversation(story, asked)
