@@ -1,283 +1,83 @@
 """
-Compare several runs without a server.
+Compare runs without a server, and decide whether a difference is more than the noise of the seeds.
 
-    python compare.py                                 every run in out: settings and results
-    python compare.py out/a out/b --plot=runs.html    and their losses over tokens and time
-    python compare.py out/a out/b --plot=runs.svg     the chart alone
-    python compare.py wandb --sort=learning_rate      every run that the W&B client logged there
-    python compare.py --plot=seeds.svg --group=dim    one mean curve with a band for each dim
+    python compare.py                                every run in out: results and settings
+    python compare.py out/a out/b --verdict          is b better than a? and what differs
+    python compare.py out/a out/b --plot=runs.html   the table, and curves over tokens and time
+    python compare.py out/a out/b --plot=runs.png    the curves alone; also .pdf and .svg
+    python compare.py wandb --sort=learning_rate     every run that the W&B client logged there
+    python compare.py --plot=dims.svg --group=dim    one mean curve with a band for each dim
 
 A run is an out folder with log.jsonl and config.json, or a folder of the W&B client
-(offline-run-..., run-...); any other folder stands for the runs in it. All columns "last ..." are
-of the last evaluation, all columns "best ..." of the one with the smallest validation loss.
+(offline-run-..., run-...); any other folder stands for the runs in it. Runs that differ in the seed
+alone are a group: one row with their mean and standard deviation, one curve with a band. A run's
+value is the best one of a validation loss, the last one of any other metric. Columns "last ..." are
+of the last evaluation, columns "best ..." of the one with the smallest validation loss.
 """
 import html
-import itertools
 import math
 import os
 import re
 import sys
-from array import array
+from csv import writer
+from json import dumps
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 import numpy as np
 
 from configurator import configure, fail
-from engine.advice import renamed
-from engine.files import stamp
+from engine import charts
+from engine.charts import band, thin
 from engine.streams import one_line, pad, width
-from engine.untrusted import open_untrusted, read_json, reason
-from track import parse_row, read_wandb
+from engine.tracking.runs import (LOSSES, SEEDS, X, Run, canonical, encodable, is_finite, read_run,
+                                  run_folders, tame)
+from engine.verdict import judge, sentence
 
-runs = "out"       # folders of runs, separated by commas; or without --runs=, separated by spaces
-sort = "loss/val"  # setting or metric to sort the table by; loss/val takes each run's smallest
-plot = ""          # .html or .svg file to draw the curves to
-group = ""         # a setting: draw the mean, min and max of the runs that have the same value
+__all__ = ["LOSSES", "RESULTS", "Run", "X", "band", "chart", "differences", "encodable", "page",
+           "read_run", "read_runs", "run_folders", "table_of", "tame", "text", "thin"]
 
-X = ("iter", "tokens", "time")
-LOSSES = ("loss/train", "loss/val", "bpb/val")
+runs = "out"      # folders of runs, separated by commas; or without --runs=, separated by spaces
+verdict = False   # is the second of two folders or groups better than the first?
+metric = ""       # metric to compare by; empty: bpb/val if vocabularies differ, otherwise loss/val
+sort = ""         # setting or metric to sort by, from small to large; empty: the metric, from good
+                  # to bad
+group = ""        # a setting: runs with the same value of it are a group, whatever else differs
+single = False    # show each run by itself instead of groups
+difference = 0.0  # verdict: difference that is worth showing; 0: 1 % of the result
+json = False      # print the comparison as JSON
+csv = False       # print the table as CSV
+plot = ""         # file to draw the curves to: .svg; .png or .pdf (needs matplotlib); .html with
+                  # the table
+title = ""        # title of the plot; empty: the name of the metric
+
 RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter",
            *(f"best {name}" for name in LOSSES[1:]), "best at iter", "perf/tokens_per_sec",
            "minutes")
-NOT_SETTINGS = ("out_dir", "wandb_run_name", "wandb_notes", "peak_flops", "n_params",
-                "flops_per_token", "git_changed")
-# Distinguishable for color-blind readers: https://jfly.uni-koeln.de/color/
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Settings and figures without influence on a result.
+NOT_SETTINGS = ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "wandb_notes",
+                "tensorboard_log", "swanlab_log", "trackio_log", "log_extras", "log_interval",
+                "sample_prompt", "checks", "always_save_checkpoint", "supervise", "cache", "device",
+                "seeds", "parallel", "json", "data_files", "peak_tflops", "peak_flops", "mfu_basis",
+                "n_params", "n_trained", "flops_per_token", "git_changed")
+# Settings that follow from the measured speed if the time budget is set.
+FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "eval_iters")
+NAMES = {  # {metric: (name, unit)}
+    "loss/val": ("validation loss", "nats per token"),
+    "loss/train": ("training loss", "nats per token"),
+    "bpb/val": ("validation loss", "bits per byte"),
+    "perf/tokens_per_sec": ("speed", "tokens per second"),
+    "perf/iter_ms": ("time of a step", "ms"), "perf/peak_mib": ("peak memory", "MiB"),
+    "minutes": ("duration", "minutes"), "mfu": ("model FLOPs utilization", "%")}
+# Words in the name of a metric whose small values are good, and of one whose large values are.
+SMALL_IS_GOOD = re.compile(r"loss|bpb|perplexity|ppl|nll|error|rmse|minutes|iter_ms|peak_mib"
+                           r"|(?<![a-z])(mae|mse|wer|cer)(?![a-z])")
+LARGE_IS_GOOD = re.compile("acc|f1|precision|recall|bleu|rouge|reward|auc|per_sec|mfu|eval/pairs")
 PAGE = Path(__file__).with_name("page") / "saved.html"  # template of --plot=runs.html
-
-# Limits, because anyone may have written a log.
-MAX_METRICS = 1000    # of a run
-MAX_LINE = 1 << 23    # bytes of a line of a log; longer ones are skipped
-MAX_FILLED = 1 << 26  # NaNs of a run, which fill the gaps before and between a metric's values
-MAX_NAME = 200        # characters of a metric's name
-MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items, characters, nesting
-MAX_SETTINGS = 100    # columns of settings; those that most runs have are kept
-MAX_CELL = 100        # characters of a cell of the table
-CHUNK = 1 << 20       # bytes to read at once
-TAIL = 48             # last bytes read, to notice that the log has been rewritten
-
-
-def encodable(text):
-    """Return a text with lone surrogates escaped, which JSON and folder names may contain."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def tame(value, depth=MAX_DEPTH):
-    """Return a JSON value from anyone, cut where it is too long, too large or too deep to show."""
-    if isinstance(value, str):
-        return encodable(value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}...")
-    if isinstance(value, (dict, list)) and not depth:
-        return "..."
-    if isinstance(value, dict):
-        items = itertools.islice(value.items(), MAX_ITEMS)
-        return {encodable(str(name)[:MAX_NAME]): tame(item, depth - 1) for name, item in items}
-    if isinstance(value, list):
-        return [tame(item, depth - 1) for item in value[:MAX_ITEMS]]
-    return value
-
-
-def with_own_names(settings):
-    """
-    Return the settings of a run under the names of this version, if train.py wrote them: it always
-    writes vocab_source. Another program's `patience` is not our early_stop, and keeps its name.
-    """
-    return renamed(settings) if "vocab_source" in settings else settings
-
-
-class Run:
-    """
-    A run, as far as its log has been read. Its numbers are kept in columns. Its tables, the
-    values that are lists, stay in the log: only the positions of their lines are kept.
-
-    config: {setting: value}; names from earlier versions of the program are replaced by today's.
-    count: number of rows.
-    columns: {metric: array with a number for each row up to the last one that has the metric, NaN
-        for a row without it}.
-    tables: [(offset, size in bytes)] of the log's lines that contain tables.
-    metrics: {name: last value}.
-    evaluations: [{"iter" or loss: value}], one for each evaluation.
-    problem: what could not be read, in words; "" if all was.
-    version: number that increases when settings change or the log has been rewritten.
-    """
-
-    def __init__(self, folder, name=""):
-        self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
-        # Joined once: the page looks at these files of 200 runs twice a second.
-        self.log_path = os.path.join(folder, "log.jsonl")
-        self.config_path = os.path.join(folder, "config.json")
-        self.config_stamp, self.problem = (), ""
-        self.minutes_at, self.minutes = (), 0.0
-        self.reset()
-
-    def reset(self):
-        """Forget all rows, to read the log from the beginning."""
-        self.version += 1
-        self.offset, self.tail, self.stamp, self.chunk = 0, b"", (), CHUNK
-        self.count, self.columns, self.tables = 0, {}, []
-        self.fillable = MAX_FILLED
-        self.in_long_line = False  # reading continues inside a line that is skipped
-        self.metrics, self.evaluations = {}, []
-
-    def read(self):
-        """
-        Read the next chunk of the log, from the beginning if the log has been rewritten. Return
-        whether there may be another chunk. Raises OSError.
-        """
-        self.read_config()
-        now = stamp(self.log_path)
-        if self.stamp == now:
-            return False
-        with open_untrusted(self.log_path) as f:
-            f.seek(self.offset - len(self.tail))
-            if f.read(len(self.tail)) != self.tail:
-                self.reset()
-                f.seek(0)
-            data = f.read(self.chunk)
-        whole = data.rfind(b"\n") + 1  # bytes of whole lines; the rest is read again later
-        if not whole and len(data) >= MAX_LINE:  # the line is too long: skip this part of it
-            whole, self.in_long_line = len(data), True
-            self.problem = f"log.jsonl: lines of more than {MAX_LINE:,} bytes are left out"
-        for line in data[:whole].splitlines(keepends=True):
-            row = None if self.in_long_line else parse_row(line)
-            self.in_long_line = self.in_long_line and not line.endswith(b"\n")
-            if row is not None and self.add_row(row):
-                self.tables.append((self.offset, len(line)))
-            self.offset += len(line)
-        self.tail = (self.tail + data[:whole])[-TAIL:]
-        if len(data) == self.chunk:
-            # If no line ends in this chunk, the next call reads twice as much from its beginning.
-            self.chunk = CHUNK if whole else 2 * self.chunk
-            return True
-        self.stamp = now
-        return False
-
-    def read_config(self):
-        """Read config.json if it has changed, as it does when a run is resumed."""
-        try:
-            now = stamp(self.config_path)
-        except OSError:
-            now = None
-        if now == self.config_stamp:
-            return
-        before, self.config, self.problem, self.config_stamp = self.config, {}, "", now
-        if os.path.lexists(self.config_path):
-            try:
-                self.config = tame(with_own_names(read_json(self.config_path)))
-            except (OSError, ValueError, MemoryError) as e:
-                self.problem = f"config.json: {reason(e)}"
-        if self.count and self.config != before:
-            self.version += 1
-
-    def add_row(self, row):
-        """Add a row's values to the columns. Return whether the row has tables."""
-        if not isinstance(row["iter"], (int, float)):
-            return False
-        has_tables, metrics, columns, count = False, self.metrics, self.columns, self.count
-        for name, value in row.items():
-            kind = type(value)
-            full = len(metrics) >= MAX_METRICS and name not in metrics and name not in X
-            if kind is list or kind is dict or full:
-                has_tables |= kind is list
-                continue
-            if name not in metrics and (len(name) > MAX_NAME or name != encodable(name)):
-                continue
-            if kind is int and name in LOSSES and is_finite(value):
-                value = float(value)  # W&B writes a loss of 2.0 as 2
-            metrics[name] = tame(value) if kind is str else value
-            if kind is float or kind is int:
-                column = columns.get(name)
-                if column is None:
-                    column = columns[name] = array("d" if name in X else "f")
-                missing = count - len(column)
-                if missing:  # NaN for the rows since the metric's last number
-                    self.fillable -= missing
-                    if self.fillable < 0:
-                        continue
-                    column.extend(array(column.typecode, [math.nan]) * missing)
-                column.append(value if -1e300 < value < 1e300 else math.nan)
-        self.count += 1
-        # The loop above leaves out a loss/val that is a list, a dict or beyond MAX_METRICS.
-        if "loss/val" in row and "loss/val" in metrics:
-            self.evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
-        return has_tables
-
-    def column(self, name, start=0):
-        """Return a metric's values from row `start` on, NaN in rows without it: (rows,)."""
-        found = np.full(self.count - start, np.nan)
-        values = np.array(self.columns.get(name, ())[start:], dtype=float)
-        found[:len(values)] = values
-        return found
-
-    def x(self, axis, start=0):
-        """Return the rows' positions from `start` on: iter, tokens, or seconds without pauses."""
-        if axis == "seconds":
-            return np.array(seconds(np.nan_to_num(self.column("time")))[start:])
-        return self.column(axis if axis in self.columns else "iter", start)
-
-    def line(self, metric, axis):
-        """Return (x, y) of the rows that have the metric: two arrays."""
-        x, y = self.x(axis), self.column(metric)
-        finite = np.isfinite(x) & np.isfinite(y)
-        return x[finite], y[finite]
-
-    def results(self):
-        """
-        Return {column of the table: value}, and each metric under its own name: the best value of
-        a validation loss, the last value of any other.
-        """
-        metrics, evaluations = self.metrics, self.evaluations
-        finite = [row for row in evaluations if is_finite(row["loss/val"])]
-        last = evaluations[-1] if evaluations else metrics
-        best = min(finite, key=lambda row: row["loss/val"], default={})
-        best_losses = {k: best[k] for k in LOSSES[1:] if k in best}
-        found = metrics | best_losses
-        found |= {f"last {k}": last[k] for k in LOSSES if k in last}
-        found |= {f"best {k}": value for k, value in best_losses.items()}
-        if last["iter"] != metrics["iter"]:
-            found["last at iter"] = last["iter"]
-        if best:
-            found["best at iter"] = best["iter"]
-        if self.minutes_at != (self.version, self.count):  # computed once for each new row
-            self.minutes_at = self.version, self.count
-            self.minutes = float(self.x("seconds")[-1]) / 60
-        return found | {"minutes": self.minutes}
-
-
-def is_finite(value):
-    """Return whether a value is an int or float that float64 can hold, without NaN."""
-    return type(value) in (int, float) and -1e300 < value < 1e300
-
-
-def canonical(value):
-    """Return a setting for comparisons: W&B writes 0.0 as 0, which is the same setting."""
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
-def read_run(folder):
-    """Return the Run of a folder, read to its end. Raises ValueError if it is not one."""
-    folder = Path(folder)
-    try:
-        if logs := list(folder.glob("*.wandb")):
-            for path in logs:
-                open_untrusted(path).close()  # raises if it is a pipe or a device
-            run = read_wandb_run(folder)
-        else:
-            run = Run(folder)
-            while run.read():
-                pass
-            if not run.config and (run.problem or run.config_stamp is None):
-                raise ValueError(run.problem or "there is no config.json")
-        if run.count:
-            run.results()  # fails here if at all, so that other runs can still be compared
-    except ImportError:
-        raise
-    except Exception as e:  # the folder may hold anything
-        raise ValueError(f"{folder}: not a run ({reason(e)}); expected an out folder with "
-                         "config.json and log.jsonl, or one of W&B's") from e
-    if not run.count:
-        raise ValueError(f"{folder}: its log has no rows yet")
-    return run
+PLOTS = (".html", ".svg", ".png", ".pdf")
+MAX_SETTINGS = 100  # columns of settings; those that most runs have are kept
+MAX_CELL = 100      # characters of a cell of the table
 
 
 def read_runs(folders):
@@ -299,58 +99,237 @@ def read_runs(folders):
     return found
 
 
-def read_wandb_run(folder):
-    """Return the Run of a folder that the W&B client wrote, online or offline."""
-    run, name = Run(folder), folder.name
-    for record in read_wandb(folder):
-        if record["type"] == "run":
-            name = record["run"].get("display_name", name)
-            update = record["run"]["config"]["update"]
-            settings = {k: v for k, v in update.items() if k != "_wandb"}
-            run.config = tame(with_own_names(run.config | settings))
-        elif record["type"] == "history":
-            item = record["history"]["item"]
-            step = item.get("iter", item["_step"])
-            run.add_row(item | {"iter": step, "time": item["_timestamp"]})
-    run.name = f"{name} ({folder.name})"
-    return run
+# ---- settings and metrics ------------------------------------------------------------------------
+
+def setting_of(run, name):
+    """Return a setting of a run in the form in which it compares, None if the run lacks it."""
+    value = run.config.get(name)
+    if name == "init_from" and value in ("scratch", "resume", "force"):
+        return "auto"  # new weights with all of these
+    return canonical(value)
 
 
-def run_folders(names):
-    """Return the folders of runs in each named folder, each once; if it has none, the folder."""
-    found = {}
-    for name in map(Path, names):
-        logs = itertools.chain(name.rglob("log.jsonl"), name.rglob("*.wandb"))
-        inside = sorted({path.parent for path in logs})
-        found |= {folder.resolve(): folder for folder in (inside or [name])}
-    return list(found.values())
-
-
-def seconds(times):
-    """
-    Return the seconds since the first of these times, without pauses between a stop and its
-    continuation: a gap far above the median counts as the median.
-    """
-    gaps = np.maximum(0.0, np.diff(times))
-    # The lower median: if there are two gaps, one of them may be a pause.
-    usual = np.sort(gaps)[(len(gaps) - 1) // 2] if len(gaps) else 0.0
-    return [0.0, *np.cumsum(np.where(gaps < 20 * usual + 10, gaps, usual)).tolist()]
+def settings_of(run):
+    """Return {setting: value} of a run, without what has no influence on its result."""
+    ignored = NOT_SETTINGS if run.is_foreign else (*NOT_SETTINGS, "command")
+    return {name: setting_of(run, name) for name, value in run.config.items()
+            if name not in ignored and not isinstance(value, dict)}
 
 
 def differences(found):
-    """Return the names of the settings in which the runs differ, at most MAX_SETTINGS."""
-    names = {}  # as keys, in the order of the runs' settings
+    """
+    Return the names of the settings in which runs of train.py differ, and of those in which other
+    runs differ that have them: a run of another program need not have the same. At most
+    MAX_SETTINGS.
+    """
+    names, own, foreign = {}, [], []  # names as keys, in the order of the runs' settings
     for run in found:
-        names |= {name: None for name, value in run.config.items()
-                  if name not in NOT_SETTINGS and not isinstance(value, dict)}
-    differ = [name for name in names
-              if len({repr(canonical(run.config.get(name))) for run in found}) > 1]
-    if len(differ) > MAX_SETTINGS:
-        by_runs = sorted(differ, key=lambda name: -sum(name in run.config for run in found))
-        kept = set(by_runs[:MAX_SETTINGS])
-        differ = [name for name in differ if name in kept]
-    return differ
+        settings = settings_of(run)
+        names |= dict.fromkeys(settings)
+        (foreign if run.is_foreign else own).append(settings)
 
+    def differ(name):
+        values = {repr(settings.get(name)) for settings in own}
+        others = {repr(settings[name]) for settings in foreign if name in settings}
+        return max(len(values), len(others)) > 1
+
+    differing = [name for name in names if differ(name)]
+    if len(differing) > MAX_SETTINGS:
+        by_runs = sorted(differing, key=lambda name: -sum(name in run.config for run in found))
+        kept = set(by_runs[:MAX_SETTINGS])
+        differing = [name for name in differing if name in kept]
+    return differing
+
+
+def vocabulary(run):
+    """Return what identifies a run's vocabulary, None if that is unknown."""
+    meta = run.config.get("dataset")
+    if isinstance(meta, dict) and "tokenizer_sha256" in meta:
+        return repr(meta["tokenizer_sha256"])
+    names = "vocab_source", "vocab_size", "data"
+    return None if run.is_foreign else repr([run.config.get(name) for name in names])
+
+
+def vocabularies_differ(found):
+    """Return whether runs have different vocabularies, as far as they are known."""
+    return len({vocabulary(run) for run in found} - {None}) > 1
+
+
+def default_metric(found):
+    """
+    Return the metric to compare runs by: bits per byte if vocabularies differ, because losses per
+    token compare only with the same vocabulary.
+    """
+    have = {name: None for run in found for name in run.columns}
+    if len({vocabulary(run) for run in found if "bpb/val" in run.columns}) > 1:
+        return "bpb/val"
+    others = [name for name in have if name not in X]
+    return next(name for name in ("loss/val", "bpb/val", "loss/train", *others, "iter")
+                if name in have)
+
+
+def is_small_good(name):
+    """Return whether small values of a metric are good; None if its name does not tell."""
+    if SMALL_IS_GOOD.search(name.lower()):
+        return True
+    return False if LARGE_IS_GOOD.search(name.lower()) else None
+
+
+def value_of(run, name):
+    """Return the value of a metric in a run, or None if it has no finite one."""
+    value = run.results().get(name)
+    return value if is_finite(value) else None
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+class Group(NamedTuple):
+    """Runs that differ in the seed alone, or a single run."""
+    name: str
+    runs: list
+
+    def results(self):
+        """Return {column: value}; of several runs the mean."""
+        results = [run.results() for run in self.runs]
+        if len(results) == 1:
+            return results[0]
+        found = {}
+        for name in set().union(*results):
+            values = [result[name] for result in results if is_finite(result.get(name))]
+            if values:
+                found[name] = values[0] if len(set(values)) == 1 else float(np.mean(values))
+        return found
+
+    def summary(self, metric):
+        """
+        Return {"n", "mean", "sd", "best"} of a metric in the runs that have it. The standard
+        deviation of fewer than two and the mean and best of none are None.
+        """
+        values = [value for run in self.runs if (value := value_of(run, metric)) is not None]
+        choose = max if is_small_good(metric) is False else min
+        return {"n": len(values), "mean": float(np.mean(values)) if values else None,
+                "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+                "best": choose(values, default=None)}
+
+    def values(self, metric):
+        """
+        Return the values of a metric as engine.verdict.judge takes them: {seed: value} if each run
+        has a seed, otherwise a list. Runs of the same seed are one value, their mean: they show
+        nothing of the noise of seeds.
+        """
+        by_seed, listed = {}, []
+        for run in self.runs:
+            value = value_of(run, metric)
+            if value is not None:
+                by_seed.setdefault(run.seed, []).append(value)
+                listed.append(value)
+        if None in by_seed:
+            return listed
+        return {seed: float(np.mean(values)) for seed, values in by_seed.items()}
+
+    def setting(self, name):
+        """Return the value of a setting, or a text with all values if the runs differ in it."""
+        values = {repr(value): value for run in self.runs
+                  if (value := setting_of(run, name)) is not None}
+        if len(values) > 1:
+            return ", ".join(map(text, values.values()))
+        return next(iter(values.values()), None)
+
+
+def group_key(run):
+    """Return what the runs of a group have in common: all settings but the seed."""
+    if run.is_foreign and run.seed is None:  # its log does not show what else may have changed
+        return str(run.folder)
+    settings = settings_of(run)
+    ignored = SEEDS
+    if run.is_foreign:
+        settings |= {name: value for name, value in run.config.items() if isinstance(value, dict)}
+    elif settings.get("minutes"):
+        ignored += FROM_SPEED
+    items = frozenset((name, repr(value)) for name, value in settings.items()
+                      if name not in ignored)
+    return run.is_foreign, items
+
+
+def group_name(members, others):
+    """
+    Return the name of a group: what the names of its runs begin with, unless names of `others`
+    begin so, too; otherwise the first run's name and the number of the rest.
+    """
+    names = [run.name for run in members]
+    stem = re.sub(r"[-_. =/]*(seed|run)?[-_. =/]*\d*$", "", os.path.commonprefix(names))
+    is_taken = any(run.name.startswith(stem) and not run.name[len(stem):len(stem) + 1].isalpha()
+                   for run in others)
+    if stem and not is_taken:
+        return stem
+    return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
+
+
+def groups_of(found, group="", single=False):
+    """
+    Return the Groups of runs: those that differ in the seed alone, or those with the same value of
+    the setting `group`, or single runs. Raises ValueError if no run has this setting.
+    """
+    if single:
+        return [Group(run.name, [run]) for run in found]
+    if group and not any(group in run.config for run in found):
+        raise ValueError(f"--group={group}: no such setting; expected one of "
+                         f"{', '.join(differences(found))}")
+    members = {}
+    for run in found:
+        key = str(canonical(run.config.get(group))) if group else group_key(run)
+        members.setdefault(key, []).append(run)
+    if group:
+        return [Group(f"{group}={value} ({len(some)})", some) for value, some in members.items()]
+    named = []
+    for some in members.values():
+        others = [run for run in found if run not in some]
+        name = some[0].name if len(some) == 1 else group_name(some, others)
+        named.append(Group(name, some))
+    return named
+
+
+class Comparison(NamedTuple):
+    """Groups in the order of the table, the metric they are compared by, and what sorts them."""
+    groups: list
+    metric: str
+    sort: str
+
+    @property
+    def runs(self):
+        return [run for one in self.groups for run in one.runs]
+
+    @property
+    def has_groups(self):
+        return any(len(one.runs) > 1 for one in self.groups)
+
+
+def arranged(groups, metric="", sort=""):
+    """
+    Return the Comparison of groups: those of train.py first, then those of other programs. Raises
+    ValueError if no run has the metric, or the setting or metric to sort by.
+    """
+    found = [run for one in groups for run in one.runs]
+    for flag, name in (("metric", metric), ("sort", sort)):
+        if name and not any(name in run.config or name in run.results() for run in found):
+            have = set().union(*(run.results() for run in found))
+            expected = [*(name for name in RESULTS if name in have), *differences(found)]
+            raise ValueError(f"--{flag}={name}: no such setting or metric; expected one of "
+                             f"{', '.join(expected)}")
+    metric = metric or default_metric(found)
+
+    def key(one):
+        if sort:
+            value = one.results().get(sort, one.runs[0].config.get(sort))
+        else:
+            value = one.summary(metric)["mean"]
+            value = -value if value is not None and is_small_good(metric) is False else value
+        return all(run.is_foreign for run in one.runs), sort_key(value)
+
+    return Comparison(sorted(groups, key=key), metric, sort)
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 def text(value):
     """Return a value as a cell of the table shows it."""
@@ -370,23 +349,42 @@ def sort_key(value):
     return False, not is_number, value if is_number else str(value)
 
 
-def table_of(found, sort="loss/val"):
-    """
-    Return the comparison as rows of values, the names of the columns first. sort: setting or metric
-    to sort by. Raises ValueError if no run has it.
-    """
-    settings, results = differences(found), [run.results() for run in found]
-    values = [run.config | {"run": run.name} | result for run, result in zip(found, results)]
-    metrics = [name for name in RESULTS if any(name in result for result in results)]
-    if not any(sort in row for row in values):
-        raise ValueError(f"--sort={sort}: no such setting or metric; expected one of "
-                         f"{', '.join([*settings, *metrics])}")
-    values.sort(key=lambda row: sort_key(row.get(sort)))
-    columns = ["run", *settings, *metrics]
-    # A column "best loss/val" already shows what loss/val sorts by.
-    if sort not in columns and f"best {sort}" not in metrics:
-        columns.insert(1 + len(settings), sort)
-    return [columns] + [[row.get(name) for name in columns] for row in values]
+def setting_columns(comparison):
+    """Return the names of the settings in which the groups differ."""
+    names = differences(comparison.runs)
+    if not comparison.has_groups:
+        return names
+    return [name for name in names if name not in SEEDS
+            and len({repr(one.setting(name)) for one in comparison.groups}) > 1]
+
+
+def table_rows(comparison):
+    """Return the comparison as rows of values, the names of the columns first."""
+    metric, settings = comparison.metric, setting_columns(comparison)
+    rows = []
+    for one in comparison.groups:
+        row = {name: one.setting(name) for name in settings} | one.results() | {"run": one.name}
+        if comparison.has_groups:
+            summary = one.summary(metric)
+            row |= {"n": summary["n"], f"mean {metric}": summary["mean"], "sd": summary["sd"],
+                    f"best {metric}": summary["best"]}
+        rows.append({comparison.sort: one.setting(comparison.sort)} | row)
+    results = [name for name in RESULTS if any(name in row for row in rows)]
+    columns = ["run"]
+    if comparison.has_groups:
+        columns += ["n", f"mean {metric}", "sd", f"best {metric}"]
+        results = [name for name in results if not name.endswith("at iter")]
+    # What they are compared and sorted by. A column "best loss/val" already shows loss/val.
+    for name in (comparison.sort, metric):
+        if name and not {name, f"best {name}"} & {*columns, *results, *settings}:
+            columns.append(name)
+    columns = list(dict.fromkeys([*columns, *results, *settings]))
+    return [columns] + [[row.get(name) for name in columns] for row in rows]
+
+
+def table_of(found, sort=""):
+    """Return a table of single runs as rows of values. Raises ValueError if no run has `sort`."""
+    return table_rows(arranged(groups_of(found, single=True), sort=sort))
 
 
 def unify(rows):
@@ -407,174 +405,301 @@ def lines_of(table):
             .rstrip() for row in shown]
 
 
+def as_csv(table):
+    """Print a table as CSV."""
+    rows = writer(sys.stdout, lineterminator="\n")
+    for row in table:
+        rows.writerow(one_line(value) if isinstance(value, str) else value for value in row)
+
+
+def as_dict(comparison):
+    """Return the comparison for JSON: values that are not finite are None."""
+    metric, settings = comparison.metric, setting_columns(comparison)
+    entries = []
+    for one in comparison.groups:
+        runs = []
+        for run in one.runs:
+            results = {k: v for k, v in run.results().items() if is_finite(v)}
+            runs.append({"run": run.name, "folder": str(run.folder), "seed": run.seed,
+                         "value": value_of(run, metric), "results": results})
+        entries.append({"group": one.name, **one.summary(metric),
+                        "settings": {name: one.setting(name) for name in settings}, "runs": runs})
+    return {"metric": metric, "unit": NAMES.get(metric, ("", ""))[1], "groups": entries}
+
+
 # ---- the chart -----------------------------------------------------------------------------------
 
-def ticks(low, high):
-    """Return about five round numbers from low to high."""
-    step = 10 ** math.floor(math.log10((high - low) / 4))
-    step *= next(k for k in (1, 2, 5, 10) if (high - low) / (k * step) <= 6)
-    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def log_ticks(low, high):
-    """Return round numbers from low to high for a logarithmic axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    candidates = [n * 10.0 ** k for k in powers for n in (1, 1.5, 2, 3, 5, 7)]
-    return [y for y in candidates if low <= y <= high]
-
-
-def thin(x, y, buckets=300):
+def scales(found):
     """
-    Return fewer points of a long line: the min and the max of each bucket of neighbors, and the
-    line's first and last point.
+    Return [(axis of Run.x, label, {run's name: what to divide by})] of the two charts. A run that
+    is not in a dict is not drawn there. If vocabularies differ, tokens do not compare, and the
+    first axis is the text that was read.
     """
-    if len(y) <= 2 * buckets:
-        return x, y
-    size = math.ceil(len(y) / buckets)
-    padding = np.repeat(y[-1], -len(y) % size)  # fills the last bucket
-    whole = np.append(y, padding).reshape(-1, size)  # (buckets, size)
-    first = np.arange(len(whole)) * size  # index of each bucket's first point
-    keep = np.concatenate((first + whole.argmin(1), first + whole.argmax(1), [0, len(y) - 1]))
-    keep = np.unique(np.minimum(keep, len(y) - 1))
-    return x[keep], y[keep]
+    duration = "seconds", "minutes", {run.name: 60 for run in found}
+    counted = [run for run in found if "tokens" in run.columns]
+    if not counted:
+        return [("iter", "steps", {run.name: 1 for run in found}), duration]
+    tokens_per_byte = {}
+    for run in counted:
+        meta = run.config.get("dataset")
+        sizes = [meta.get(f"train_{unit}") if isinstance(meta, dict) else None
+                 for unit in ("tokens", "bytes")]
+        if all(is_finite(size) and size > 0 for size in sizes):
+            tokens_per_byte[run.name] = sizes[0] / sizes[1]
+    if vocabularies_differ(found) and len(tokens_per_byte) == len(counted):
+        divisors = {name: 1e6 * ratio for name, ratio in tokens_per_byte.items()}
+        return [("tokens", "text (MB)", divisors), duration]
+    return [("tokens", "tokens (millions)", {run.name: 1e6 for run in counted}), duration]
 
 
-def band(lines, points=200):
-    """
-    Return (x, mean, min, max) of several lines [(x, y)]: four arrays. x covers only the range that
-    all lines share, since the mean would jump where one of them begins or ends. To keep this range
-    long, lines that end before half of the longest are left out.
-    """
-    lines = [line for line in lines if len(line[0])]
-    end = max((x[-1] for x, _ in lines), default=0)
-    lines = [(x, y) for x, y in lines if x[-1] >= end / 2]
-    low, high = max((x[0] for x, _ in lines), default=0), min((x[-1] for x, _ in lines), default=-1)
-    x = np.linspace(low, high, points if low <= high else 0)
-    ys = np.array([np.interp(x, *line) for line in lines] or [x])
-    return x, ys.mean(0), ys.min(0), ys.max(0)
+def figure_of(comparison, title=""):
+    """Return the curves of a comparison as a charts.Figure. Raises ValueError if there are none."""
+    metric, axes = comparison.metric, scales(comparison.runs)
+    name, unit = NAMES.get(metric, (metric, ""))
 
+    def curve(one, metric):
+        drawn = []
+        for axis, _, divisors in axes:
+            lines = [(np.zeros(0), np.zeros(0))]
+            if members := [run for run in one.runs if run.name in divisors]:
+                lines = [run.line(metric, axis) for run in members]
+                lines = [(x / divisors[run.name], y) for run, (x, y) in zip(members, lines)]
+            drawn.append(thin(*lines[0]) if len(one.runs) == 1 else band(lines))
+        return drawn if any(len(line[0]) for line in drawn) else []
 
-def panel(curves, left, label, low, high):
-    """
-    Return one chart as SVG, 400 x 300 pixels from x = left on. Its axis of losses, from low to
-    high, is logarithmic, because runs differ at the end, where losses are small.
-
-    curves: [(color, training, validation)], each (x, y) or a band's (x, mean, min, max). Training
-    is drawn pale, validation thicker, and with dots if it has no band.
-    """
-    width, height = 400, 300
-    ends = [line[0].max(initial=0) for curve in curves for line in curve[1:]]
-    right = max(ends, default=0) or 1
-
-    def pixel_x(x):
-        return f"{left + width * x / right:.1f}"
-
-    def pixel_y(y, shift=0):
-        share = math.log(high / min(max(y, low), high)) / math.log(high / low)
-        return f"{20 + height * share + shift:.1f}"
-
-    def points(x, y):
-        return " ".join(f"{pixel_x(a)},{pixel_y(b)}" for a, b in zip(x, y))
-
-    parts = [f'<rect x="{left}" y="20" width="{width}" height="{height}" fill="none" '
-             'stroke="#999"/>']
-    for x in ticks(0, right):
-        parts.append(f'<text x="{pixel_x(x)}" y="{height + 36}" text-anchor="middle">{x:g}</text>'
-                     f'<path d="M{pixel_x(x)} 20v{height}" stroke="#eee"/>')
-    for y in log_ticks(low, high):
-        parts.append(f'<text x="{left - 6}" y="{pixel_y(y, 4)}" text-anchor="end">{y:g}</text>'
-                     f'<path d="M{left} {pixel_y(y)}h{width}" stroke="#eee"/>')
-    parts.append(f'<text x="{left + width / 2}" y="{height + 54}" text-anchor="middle">{label}'
-                 '</text>')
-    for color, *both in curves:  # both: training, then validation
-        for (x, y, *edges), style in zip(both, ('opacity="0.4"', 'stroke-width="1.8"')):
-            if edges:
-                around = points(np.append(x, x[::-1]), np.append(edges[0], edges[1][::-1]))
-                parts.append(f'<polygon points="{around}" fill="{color}" opacity="0.15"/>')
-            parts.append(f'<polyline points="{points(x, y)}" fill="none" stroke="{color}" '
-                         f'{style}/>')
-        # x, y and edges are still those of validation, the last of both.
-        if not edges:
-            parts += [f'<circle cx="{pixel_x(a)}" cy="{pixel_y(b)}" r="2.5" fill="{color}"/>'
-                      for a, b in zip(x, y)]
-    return "".join(parts)
-
-
-def groups_of(found, group):
-    """Return {name of a curve: its runs}: one run each, or all that have the same `group`."""
-    if not group:
-        return {run.name: [run] for run in found}
-    if not any(group in run.config for run in found):
-        raise ValueError(f"--group={group}: no such setting; expected one of "
-                         f"{', '.join(differences(found))}")
-    groups = {}
-    for run in found:
-        groups.setdefault(str(canonical(run.config.get(group))), []).append(run)
-    return {f"{group}={value} ({len(members)})": members for value, members in groups.items()}
+    curves, has_pale = [], False
+    for one in comparison.groups:
+        main = curve(one, metric)
+        pale = curve(one, "loss/train") if metric == "loss/val" else []
+        has_pale = has_pale or bool(pale)
+        if main or pale:
+            curves.append(charts.Curve(text(one.name), main, pale))
+    notes = ["pale: training loss"] * has_pale
+    if comparison.has_groups:
+        notes.append("bands: minimum to maximum of a group's runs")
+    is_log = bool(re.search("loss|bpb|perplexity|ppl", metric))
+    labels = tuple(label for _, label, _ in axes)
+    figure = charts.Figure(title or name[:1].upper() + name[1:], name + f" ({unit})" * bool(unit),
+                           "; ".join(notes), is_log, labels, curves)
+    try:
+        charts.limits(figure)
+    except ValueError:
+        raise ValueError(f"--plot: none of these runs has a {metric} to draw") from None
+    return figure
 
 
 def chart(found, group=""):
-    """
-    Return the losses of all runs as SVG, over tokens on the left and over time on the right. Raises
-    ValueError if there are none.
-    """
-    values = np.concatenate([run.line(metric, "iter")[1] for run in found for metric in LOSSES[:2]])
-    values = values[values > 0]
-    if not len(values):
-        raise ValueError("--plot: none of these runs has a loss/train or loss/val")
-    low, high, groups = 0.97 * values.min(), 1.03 * values.max(), groups_of(found, group)
-    height = 396 + 18 * len(groups)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 {height}" width="940" '
-             'font-size="12" font-family="sans-serif"><rect width="100%" height="100%" '
-             'fill="white"/><text x="50" y="14">loss, nats per token; with dots: validation</text>']
-    for label, axis, scale, left in (("tokens (millions)", "tokens", 1e6, 50),
-                                     ("minutes", "seconds", 60, 510)):
-        curves = []
-        for n, members in enumerate(groups.values()):
-            both = []
-            for metric in LOSSES[:2]:
-                lines = [run.line(metric, axis) for run in members]
-                lines = [(x / scale, y) for x, y in lines]
-                both.append(band(lines) if group else thin(*lines[0]))
-            curves.append((COLORS[n % len(COLORS)], *both))
-        parts.append(panel(curves, left, label, low, high))
-    for n, name in enumerate(groups):
-        y, color = 384 + 18 * n, COLORS[n % len(COLORS)]
-        parts.append(f'<path d="M50 {y - 4}h24" stroke="{color}" stroke-width="2"/>'
-                     f'<text x="82" y="{y}">{html.escape(text(name))}</text>')
-    return "".join(parts) + "</svg>\n"
+    """Return the curves of runs as SVG. Raises ValueError if there are none."""
+    return charts.svg(figure_of(arranged(groups_of(found, group))))
 
 
-def page(found, group="", sort="loss/val"):
-    """Return table and chart as one HTML file that needs no other."""
-    head, *rows = table_of(found, sort)
-    parts = ["<tr>", *(f"<th>{html.escape(text(name))}</th>" for name in head), "</tr>"]
+def html_table(table):
+    """Return a table as HTML."""
+    head, *rows = table
+    parts = ["<table><tr>", *(f"<th>{html.escape(text(name))}</th>" for name in head), "</tr>"]
     for row in unify(rows):
         cells = [f'<td data-value="{html.escape(one_line(value))}">{html.escape(text(value))}</td>'
                  for value in row]
         parts += ["<tr>", *cells, "</tr>"]
+    return "".join([*parts, "</table>"])
+
+
+def page_of(comparison, title=""):
+    """Return tables and chart of a comparison as one HTML file that needs no other."""
+    tables = html_table(table_rows(comparison))
+    if comparison.has_groups:
+        single = [Group(run.name, [run]) for run in comparison.runs]
+        tables += html_table(table_rows(comparison._replace(groups=single)))
     template = Template(PAGE.read_text(encoding="utf-8"))
-    return template.substitute(table="".join(parts), chart=chart(found, group))
+    return template.substitute(tables=tables, chart=charts.svg(figure_of(comparison, title)))
+
+
+def page(found, group=""):
+    """Return the page of these runs. Raises ValueError."""
+    return page_of(arranged(groups_of(found, group)))
+
+
+def write_plot(comparison):
+    """Write the file that --plot names; exit if that fails. Raises ValueError without curves."""
+    figure = figure_of(comparison, title)
+    try:
+        if plot.endswith(".html"):
+            Path(plot).write_text(page_of(comparison, title), encoding="utf-8")
+        elif plot.endswith(".svg"):
+            Path(plot).write_text(charts.svg(figure), encoding="utf-8")
+        elif not charts.save_picture(figure, plot):
+            print("note: this machine has no font for some names; a browser shows those in a .svg",
+                  file=sys.stderr)
+    except OSError as e:
+        fail(f"--plot={plot}: cannot be written ({e.strerror})")
+    except ModuleNotFoundError as e:
+        if e.name != "matplotlib":
+            raise
+        fail(f"--plot={plot}: needs matplotlib (pip install matplotlib); names that end in .svg or "
+             ".html need no package")
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+
+def side(name):
+    """
+    Return the Group that a word of the command names: a folder with all its runs, or a group of the
+    folder around it, by its name in the table. Exit if it is neither.
+    """
+    if Path(name).exists():
+        return Group(name, read_runs(run_folders([name])))
+    around = Path(name).parent
+    if around != Path() and around.is_dir():
+        for one in groups_of(read_runs(run_folders([around]))):
+            if one.name == name:
+                return one
+    fail(f"{name}: expected a folder of runs, or a group as the table of "
+         f"`python compare.py {around}` names it")
+
+
+def check_side(one):
+    """Exit if the runs of a side of the verdict differ in more than the seed."""
+    ignored = {*SEEDS, *(FROM_SPEED if one.runs[0].config.get("minutes") else ())}
+    if others := [name for name in differences(one.runs) if name not in ignored]:
+        fail(f"{one.name}: its runs differ in {', '.join(others[:5])}; expected runs that differ "
+             "in the seed alone: name a folder or a group of them")
+
+
+def verdict_sides(folders):
+    """Return the two Groups that --verdict compares; exit if there are not two."""
+    if len(folders) == 2:
+        sides = [side(name) for name in folders]
+        for one in sides:
+            check_side(one)
+        return sides
+    groups = groups_of(read_runs(run_folders(folders)), group)
+    if len(groups) != 2:
+        names = ", ".join(one.name for one in groups[:10])
+        fail(f"--verdict: expected two folders or groups, as in: python compare.py out/a out/b "
+             f"--verdict; found {len(groups)}: {names}")
+    return groups
+
+
+def changed_settings(a, b):
+    """Return {setting: [value in a, value in b]} of the settings in which two Groups differ."""
+    names = [name for name in differences([*a.runs, *b.runs]) if name not in SEEDS]
+    values = {name: [a.setting(name), b.setting(name)] for name in names}
+    return {name: both for name, both in values.items() if repr(both[0]) != repr(both[1])}
+
+
+def verdict_metric(groups):
+    """Return "bpb/val" for a verdict if all runs have it, otherwise ""."""
+    have = verdict and all("bpb/val" in run.columns for one in groups for run in one.runs)
+    return "bpb/val" * have
+
+
+def decide(a, b, metric):
+    """
+    Return the verdict on two Groups: the entries of engine.verdict.Verdict, "a" and "b", their
+    names, "sentence", and "differs": the settings in which they differ. Raises ValueError if one of
+    them has no value of the metric.
+    """
+    for one in (a, b):
+        if not one.summary(metric)["n"]:
+            raise ValueError(f"{one.name}: no run has a finite {metric}; choose another --metric")
+    found = judge(a.values(metric), b.values(metric), difference or None)
+    words = sentence(found, a.name, b.name, NAMES.get(metric, ("", ""))[1], is_small_good(metric))
+    return {"a": a.name, "b": b.name, "sentence": words} | found._asdict() | {
+        "differs": changed_settings(a, b)}
+
+
+def notes_on(comparison):
+    """Return what to know before believing a comparison, as lines."""
+    notes, metric, found = [], comparison.metric, comparison.runs
+    if metric in ("loss/val", "loss/train") and vocabularies_differ(found):
+        notes.append("vocabularies differ, so losses per token do not compare; "
+                     "--metric=bpb/val does")
+    for one in comparison.groups:
+        missing = len(one.runs) - one.summary(metric)["n"]
+        if len(one.runs) > 1 and missing:
+            notes.append(f"{one.name}: {missing} of {len(one.runs)} runs have no finite {metric} "
+                         "and are left out")
+        steps = [run.metrics["iter"] for run in one.runs if is_finite(run.metrics["iter"])]
+        if steps and min(steps) < 0.8 * max(steps):
+            notes.append(f"{one.name}: some runs ended at step {min(steps):,}, others at "
+                         f"{max(steps):,}")
+    return notes
+
+
+def validation_notes(a, b):
+    """Return a line if two Groups were validated on different texts."""
+    sizes = {repr(meta.get("val_bytes")) for run in (*a.runs, *b.runs)
+             if isinstance(meta := run.config.get("dataset"), dict)}
+    if len(sizes) > 1:
+        return ["their validation texts differ, so a difference may be that of the texts"]
+    return []
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+def finite(value):
+    """Return a value for JSON, with None for NaN and infinity."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(folders):
-    if plot and not plot.endswith((".html", ".svg")):
-        fail(f"--plot={plot}: expected a name that ends in .html or .svg")
-    found = read_runs(run_folders(folders))
+    check_options()
+    sides = verdict_sides(folders) if verdict else []
     try:
-        table, drawn = lines_of(table_of(found, sort)), ""
+        groups = sides or groups_of(read_runs(run_folders(folders)), group, single)
+        comparison = arranged(groups, metric or verdict_metric(groups), sort)
+        notes, decided = notes_on(comparison), {}
+        if verdict:
+            decided = decide(*sides, comparison.metric)
+            notes += validation_notes(*sides)
         if plot:
-            is_page = plot.endswith(".html")
-            drawn = page(found, group, sort) if is_page else chart(found, group)
+            write_plot(comparison)
     except ValueError as e:
         fail(e)
-    print("\n".join(table))
+    for note in notes:
+        print(f"note: {one_line(note)}", file=sys.stderr)
+    show(comparison, decided)
     if plot:
-        try:
-            Path(plot).write_text(drawn, encoding="utf-8")
-        except OSError as e:
-            fail(f"--plot={plot}: cannot be written ({e.strerror})")
-        print(f"wrote {plot}")
+        print(f"wrote {plot}", file=sys.stderr if json or csv else sys.stdout)
+
+
+def check_options():
+    """Exit if the options do not fit each other."""
+    if plot and not plot.endswith(PLOTS):
+        fail(f"--plot={plot}: expected a name that ends in {', '.join(PLOTS)}")
+    if json and csv:
+        fail("--json and --csv: expected one of them")
+    if difference < 0:
+        fail(f"--difference={difference:g}: expected a positive number, or 0")
+
+
+def show(comparison, decided):
+    """Print a comparison, and what `decide` returned, as a table, JSON or CSV."""
+    if json:
+        found = as_dict(comparison) | ({"verdict": decided} if decided else {})
+        print(dumps(finite(found), indent=1))
+        return
+    if csv:
+        as_csv(table_rows(comparison))
+    else:
+        print("\n".join(lines_of(table_rows(comparison))))
+    if decided:
+        says = sys.stderr if csv else sys.stdout
+        print(one_line(decided["sentence"]), file=says)
+        print(differing_words(decided["differs"]), file=says)
+
+
+def differing_words(differs):
+    """Return {setting: [value in a, value in b]} as a line."""
+    if not differs:
+        return "no setting differs"
+    pairs = [f"{name} {text(a) or 'none'} -> {text(b) or 'none'}" for name, (a, b) in
+             differs.items()]
+    return one_line(f"differing: {', '.join(pairs)}")
 
 
 if __name__ == "__main__":

@@ -602,7 +602,7 @@ def test_preparing_starts_without_torch():
 
 def test_a_wrong_name_of_an_output_is_refused_before_the_work(tmp_path):
     (tmp_path / "d.txt").write_text("one two three " * 100)
-    for words in ("data.py", "d.txt", "--vocab_source=byte", "--page=p.txt"), ("sample.py", "none", "--attention=a.txt"), ("compare.py", "--plot=c.png"):
+    for words in ("data.py", "d.txt", "--vocab_source=byte", "--page=p.txt"), ("sample.py", "none", "--attention=a.txt"), ("compare.py", "--plot=c.jpg"):
         done = subprocess.run([sys.executable, ROOT / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 2 and "expected a name that ends in" in done.stderr and not (tmp_path / "cache").exists()
 

@@ -2,6 +2,7 @@
 Tracking: the log of a run, the trackers that it is sent to, and the metrics of other programs.
 
     log             log.jsonl: its rows, and the class that writes them
+    runs            Run: the log and the settings of a run, as they are read
     tracker         Tracker: sends a row to log.jsonl and to all trackers
     anomalies       metrics that deserve a warning
     destination     the class that all trackers derive from
