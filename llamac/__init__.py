@@ -16,6 +16,9 @@ The C library in Python: runtime/llamac.h through ctypes. `make lib` builds libl
     a, b = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
     engine.evaluate([llamac.Part(a, tokens), llamac.Part(b, tokens)])
 
+    for row in llamac.runs("out").rows("loss/val"):  # logs of trainings, as dicts
+        print(row["run"], row["tokens"], row["loss/val"])
+
 The library's errors are raised as Error. Model's encode methods return arrays in the library's
 memory, which is freed with the last reference to the array; all other arrays are copies. Threads
 may share a model and an engine; the calls of an engine run one at a time.
@@ -34,7 +37,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamac.text import Continuation, common_prefix, generate  # noqa: F401 (the interface)
+from llamac.logs import runs  # noqa: F401 (the interface)
+from llamac.text import Continuation, common_prefix, generate  # noqa: F401
 
 # Paths where library() looks for the library.
 PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[:2]]

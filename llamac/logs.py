@@ -1,0 +1,81 @@
+"""
+The logs of trainings as plain lists and dicts, for pandas, a notebook or a program:
+
+    for row in llamac.runs("out").rows("loss/val"):
+        print(row["run"], row["tokens"], row["loss/val"])
+    pandas.DataFrame(llamac.runs("out/a", "out/b").results())
+"""
+import sys
+
+import llamac
+
+
+class Runs:
+    """The runs in folders, in the order of their names. Iterate to get the run of each folder."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __iter__(self):
+        return iter(self.found)
+
+    def __len__(self):
+        return len(self.found)
+
+    def settings(self):
+        """Return [{"run": name, setting: value}], one for each run."""
+        return [{"run": run.name, **run.config} for run in self.found]
+
+    def results(self):
+        """
+        Return [{"run": name, "seed": seed or None, metric: value}], one for each run: the best
+        value of a validation loss, the last one of any other metric; also compare.py's columns,
+        such as "last loss/val" and "minutes".
+        """
+        return [{"run": run.name, "seed": run.seed, **run.results()} for run in self.found]
+
+    def rows(self, *metrics):
+        """
+        Return [{"run": name, "iter": step, "tokens": tokens so far, "seconds": since the first row,
+        without pauses, metric: value}], one for each logged row that has one of these metrics; no
+        metrics: any. A metric that a row lacks is None, and so are tokens that a run does not log.
+        """
+        return [row for run in self.found for row in rows_of(run, metrics)]
+
+
+def rows_of(run, metrics):
+    """Yield the rows of a run, as Runs.rows returns them."""
+    at = {"iter": run.column("iter"), "tokens": run.column("tokens"), "seconds": run.x("seconds")}
+    names = metrics or [name for name in run.columns if name not in (*at, "time")]
+    columns = [column.tolist() for column in (*at.values(), *map(run.column, names))]
+    for values in zip(*columns):
+        # A NaN marks what the row lacks.
+        step, tokens, seconds, *rest = [None if value != value else value for value in values]
+        if any(value is not None for value in rest):
+            counts = {"iter": whole(step), "tokens": whole(tokens), "seconds": seconds}
+            yield {"run": run.name, **counts, **dict(zip(names, rest))}
+
+
+def whole(value):
+    """Return a float that holds a whole number as an int."""
+    return int(value) if value is not None and value.is_integer() else value
+
+
+def runs(*folders):
+    """
+    Return the Runs in these folders, by default in out. A run is an out folder of train.py or
+    track.py, or a folder of the W&B client; any other folder stands for the runs in it. A folder
+    without a run that can be read is left out; raises Error if there is no run.
+    """
+    hook = sys.excepthook
+    from engine.tracking.runs import read_run, run_folders  # here: the library needs numpy alone
+    sys.excepthook = hook  # the program is the caller's, not one of the project's commands
+    found, problems = [], []
+    for folder in run_folders(folders or ["out"]):
+        try:
+            found.append(read_run(folder))
+        except ValueError as e:
+            problems.append(" ".join(str(e).split()))
+    if not found:
+        raise llamac.Error(problems[0] if problems else "no folders; expected those of runs")
+    return Runs(found)
