@@ -45,7 +45,8 @@ sort = ""         # setting or metric to sort by, from small to large; empty: th
                   # to bad
 group = ""        # a setting: runs with the same value of it are a group, whatever else differs
 single = False    # show each run by itself instead of groups
-difference = 0.0  # verdict: difference that is worth showing; 0: 1 % of the result
+difference = 0.0  # verdict: difference that is worth showing; 0: the one found, but at least 1 % of
+                  # the result
 json = False      # print the comparison as JSON
 csv = False       # print the table as CSV
 plot = ""         # file to draw the curves to: .svg; .png or .pdf (needs matplotlib); .html with

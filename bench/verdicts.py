@@ -2,7 +2,7 @@
 Measure the error rates of verdicts (engine/verdict.py) on simulated groups of runs, whose noise and
 difference are known.
 
-    python bench/verdicts.py                 100,000 pairs of groups for each row of the table
+    python bench/verdicts.py                 40,000 pairs of groups for each row of the table
     python bench/verdicts.py --pairs=1000
 
 wrong: A/A, called different, which should be 5 %. covered: A/B, the 95 % interval has the true
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure
 from engine.verdict import LEVEL, interval, p_value
 
-pairs = 100_000  # simulated pairs of groups for each row
+pairs = 40_000   # simulated pairs of groups for each row
 effect = 2.0     # true difference of A/B, in standard deviations of A
 seed = 0         # seed of the simulation
 

@@ -75,9 +75,13 @@ def ticks(low, high):
 
 def log_ticks(low, high):
     """Return round numbers from low to high for a logarithmic axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    candidates = [n * 10.0 ** k for k in powers for n in (1, 1.5, 2, 3, 5, 7)]
-    return [y for y in candidates if low <= y <= high]
+    powers, found = range(math.floor(math.log10(low)), math.ceil(math.log10(high))), []
+    for digits in ((1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)):
+        candidates = [n * 10.0 ** k for k in powers for n in digits]
+        found = [y for y in candidates if low <= y <= high]
+        if len(found) >= 4:
+            break
+    return found
 
 
 def thin(x, y, buckets=300):

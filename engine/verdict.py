@@ -24,7 +24,7 @@ import numpy as np
 
 LEVEL = 0.95      # of the interval; a difference is shown if p < 1 - LEVEL
 POWER = 0.8       # probability with which `more` seeds show a difference
-WORTH = 0.01      # difference worth showing, as a part of the mean, unless one is given
+WORTH = 0.01      # the least difference that is worth showing, as a part of the mean
 MAX_MORE = 10_000  # max seeds to ask for
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)  # of an integral from -1 to 1
 
@@ -60,8 +60,8 @@ def judge(a, b, worth=None):
     Return the Verdict on two groups of results.
 
     a, b: {seed: result} if the seeds are known, otherwise lists of results. worth: size of a
-    difference that is worth showing; None: 1 % of the mean result, rounded to one digit. Raises
-    ValueError if a group is empty or a result is not finite.
+    difference that is worth showing; None: that of the means, but at least 1 % of the mean, rounded
+    to one digit. Raises ValueError if a group is empty or a result is not finite.
     """
     is_paired = isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys()
     if is_paired:
@@ -72,9 +72,9 @@ def judge(a, b, worth=None):
         raise ValueError("a group has no results; expected at least one in each")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError("a result is not a finite number; leave such runs out and say so")
-    if worth is None:
-        worth = rounded(WORTH * abs(np.concatenate((x, y)).mean()))
     difference, samples = y.mean() - x.mean(), [y - x] if is_paired else [x, y]
+    if worth is None:
+        worth = rounded(max(abs(difference), WORTH * abs(np.concatenate((x, y)).mean())))
     counts = np.array([len(sample) for sample in samples])
     low, high, p, more = math.nan, math.nan, math.nan, None
     if counts.min() > 1:

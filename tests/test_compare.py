@@ -207,7 +207,7 @@ def test_ticks_are_round_and_within():
         step = found[1] - found[0]
         assert 3 <= len(found) <= 7 and low <= found[0] < low + step and high - step < found[-1] <= high * (1 + 1e-12)
         assert f"{step:.0e}"[0] in "125" and float(f"{step:.0e}") == pytest.approx(step)
-    assert charts.log_ticks(0.9, 12) == [1, 1.5, 2, 3, 5, 7, 10] and charts.log_ticks(0.02, 0.03) == [0.02, 0.03]
+    assert charts.log_ticks(0.9, 12) == [1, 1.5, 2, 3, 5, 7, 10] and charts.log_ticks(0.02, 0.03) == [0.02, 0.025, 0.03]
 
 
 def test_values_as_the_table_shows_and_sorts_them():
@@ -373,7 +373,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(seeds):
 
 def test_changed_programs_texts_and_time_budgets_are_told_apart(tmp_path):
     for seed in 1, 2:
-        for name, patch in ("same", ""), ("try1", "+a"), ("try2", "+b"):
+        notes = f"diff --git a/doc/x.md b/doc/x.md\n+{seed}\n"  # of no influence
+        for name, patch in ("same", notes * (seed - 1)), ("try1", "diff --git a/model.py b/model.py\n+a\n" + notes), ("try2", "+b"):
             write_run(tmp_path / "out", f"{name}-{seed}", 2.5, seed=seed, patch=patch)
         other_text = {"tokenizer_sha256": "0" * 64, "train_bytes": 9001, "val_bytes": 1000, "train_tokens": 3000}
         write_run(tmp_path / "out", f"text-{seed}", 2.5, seed=seed, dataset=other_text)

@@ -71,7 +71,8 @@ def test_groups_of_the_same_seeds_are_paired_by_seed_and_others_are_not():
     for others in (list(A.values()), list(B.values())), ({**A, 4: 1.3}, B), (list(A.values()), B):
         assert not judge(*others).paired
     assert judge(list(A.values()), list(B.values())).high - paired.high > 0.001  # the pairs share their noise
-    assert judge([1, 2, 3], [1.5, 2.5], worth=0.25).worth == 0.25 and judge([1.04, 1.05], [1.06, 1.07]).worth == 0.01
+    assert judge([1, 2, 3], [1.5, 2.5], worth=0.25).worth == 0.25 and judge([1.04, 1.05], [1.04, 1.06]).worth == 0.01
+    assert judge([1.04, 1.05], [1.06, 1.10]).worth == 0.04  # the difference that was found
 
 
 def test_sentences():

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import math
 import os
+import re
 from array import array
 from pathlib import Path
 
@@ -30,6 +31,8 @@ MAX_FILLED = 1 << 26  # NaNs of a run, which fill the gaps before and between a 
 MAX_NAME = 200        # characters of a metric's name
 MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items, characters, nesting
 MAX_DIFF = 1 << 24    # bytes of a diff.patch
+# The start of a change, in a diff.patch, to a file that no training reads.
+NO_TRAINING = re.compile(rb"$|diff --git a/((tests|doc|bench|page|examples)/|\S*\.md )")
 CHUNK = 1 << 20       # bytes to read at once
 TAIL = 48             # last bytes read, to notice that the log has been rewritten
 
@@ -63,8 +66,8 @@ def with_own_names(settings):
 
 def derived(config, folder):
     """
-    Return what config.json says in a form that does not compare: {"text_bytes": bytes of text,
-    "diff": checksum of the change to the program}, as far as a run of train.py has them.
+    Return settings that config.json does not have in a form that compares: {"text_bytes": bytes of
+    text, "diff": checksum of the uncommitted change to the program}, if a run of train.py has them.
     """
     found, meta = {}, config.get("dataset")
     if isinstance(meta, dict):
@@ -74,7 +77,10 @@ def derived(config, folder):
     if config.get("git_changed") is True:
         try:
             patch = read_untrusted(os.path.join(folder, "diff.patch"), MAX_DIFF)
-            found["diff"] = hashlib.sha256(patch).hexdigest()[:10]
+            parts = [part for part in re.split(rb"(?m)^(?=diff --git )", patch)
+                     if not NO_TRAINING.match(part)]
+            if parts:
+                found["diff"] = hashlib.sha256(b"".join(parts)).hexdigest()[:10]
         except (OSError, ValueError):
             found["diff"] = "unknown"
     return found
