@@ -40,7 +40,8 @@ __all__ = ["LOSSES", "RESULTS", "Run", "X", "band", "chart", "differences", "enc
 
 runs = "out"      # folders of runs, separated by commas; or without --runs=, separated by spaces
 verdict = False   # is the second of two folders or groups better than the first?
-metric = ""       # metric to compare by; empty: bpb/val if vocabularies differ, otherwise loss/val
+metric = ""       # metric to compare by; empty: bpb/val for a verdict and if vocabularies differ,
+                  # otherwise loss/val
 sort = ""         # setting or metric to sort by, from small to large; empty: the metric, from good
                   # to bad
 group = ""        # a setting: runs with the same value of it are a group, whatever else differs
@@ -62,6 +63,7 @@ NOT_SETTINGS = ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "wand
                 "sample_prompt", "checks", "always_save_checkpoint", "supervise", "cache", "device",
                 "seeds", "parallel", "json", "data_files", "peak_tflops", "peak_flops", "mfu_basis",
                 "n_params", "n_trained", "flops_per_token", "git_changed")
+VERSION = ("git_commit", "diff")  # of the program
 # Settings that follow from the measured speed if the time budget is set.
 FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "eval_iters")
 NAMES = {  # {metric: (name, unit)}
@@ -140,6 +142,12 @@ def differences(found):
         kept = set(by_runs[:MAX_SETTINGS])
         differing = [name for name in differing if name in kept]
     return differing
+
+
+def incidental(found):
+    """Return the names of settings in which runs of the same experiment may differ."""
+    have_budget = all(not run.is_foreign and run.config.get("minutes") for run in found)
+    return {*SEEDS, *(FROM_SPEED if have_budget else ())}
 
 
 def vocabulary(run):
@@ -241,12 +249,9 @@ def group_key(run):
     """Return what the runs of a group have in common: all settings but the seed."""
     if run.is_foreign and run.seed is None:  # its log does not show what else may have changed
         return str(run.folder)
-    settings = settings_of(run)
-    ignored = SEEDS
+    settings, ignored = settings_of(run), incidental([run])
     if run.is_foreign:
         settings |= {name: value for name, value in run.config.items() if isinstance(value, dict)}
-    elif settings.get("minutes"):
-        ignored += FROM_SPEED
     items = frozenset((name, repr(value)) for name, value in settings.items()
                       if name not in ignored)
     return run.is_foreign, items
@@ -355,7 +360,8 @@ def setting_columns(comparison):
     names = differences(comparison.runs)
     if not comparison.has_groups:
         return names
-    return [name for name in names if name not in SEEDS
+    ignored = incidental(comparison.runs)
+    return [name for name in names if name not in ignored
             and len({repr(one.setting(name)) for one in comparison.groups}) > 1]
 
 
@@ -559,8 +565,11 @@ def side(name):
 
 
 def check_side(one):
-    """Exit if the runs of a side of the verdict differ in more than the seed."""
-    ignored = {*SEEDS, *(FROM_SPEED if one.runs[0].config.get("minutes") else ())}
+    """
+    Exit if the runs of a side of the verdict differ in more than the seed. notes_on() mentions
+    other versions of the program: a commit need not change the training.
+    """
+    ignored = incidental(one.runs) | {*VERSION}
     if others := [name for name in differences(one.runs) if name not in ignored]:
         fail(f"{one.name}: its runs differ in {', '.join(others[:5])}; expected runs that differ "
              "in the seed alone: name a folder or a group of them")
@@ -583,7 +592,8 @@ def verdict_sides(folders):
 
 def changed_settings(a, b):
     """Return {setting: [value in a, value in b]} of the settings in which two Groups differ."""
-    names = [name for name in differences([*a.runs, *b.runs]) if name not in SEEDS]
+    found = [*a.runs, *b.runs]
+    names = [name for name in differences(found) if name not in incidental(found)]
     values = {name: [a.setting(name), b.setting(name)] for name in names}
     return {name: both for name, both in values.items() if repr(both[0]) != repr(both[1])}
 
@@ -620,6 +630,8 @@ def notes_on(comparison):
         if len(one.runs) > 1 and missing:
             notes.append(f"{one.name}: {missing} of {len(one.runs)} runs have no finite {metric} "
                          "and are left out")
+        if {*VERSION} & {*differences(one.runs)}:
+            notes.append(f"{one.name}: its runs are of different versions of the program")
         steps = [run.metrics["iter"] for run in one.runs if is_finite(run.metrics["iter"])]
         if steps and min(steps) < 0.8 * max(steps):
             notes.append(f"{one.name}: some runs ended at step {min(steps):,}, others at "

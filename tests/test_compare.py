@@ -428,12 +428,14 @@ def test_a_verdict_on_what_does_not_compare_says_so(seeds):
     other = {"tokenizer_sha256": "1" * 64, "train_bytes": 9000, "val_bytes": 999, "train_tokens": 2000}
     for seed in 1, 2:
         write_run(seeds, f"other/{seed}", float("nan") if seed == 2 else 1.5, seed=seed, dataset=other)
+    write_run(seeds, "other/3", 1.6, seed=3, dataset=other, git_commit="b" * 40)
     log = seeds / "out/narrow-seed3/log.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     done = compare(seeds, "out/narrow", "other", "--verdict", "--metric=loss/val")
     assert done.stderr.splitlines() == [
         "note: vocabularies differ, so losses per token do not compare; --metric=bpb/val does",
-        "note: other: 1 of 2 runs have no finite loss/val and are left out",
+        "note: other: 1 of 3 runs have no finite loss/val and are left out",
+        "note: other: its runs are of different versions of the program",
         "note: out/narrow: some runs ended at step 20, others at 40",
         "note: their validation texts differ, so a difference may be that of the texts"]
     done = compare(seeds, "out/narrow", "other/2", "--verdict")
