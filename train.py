@@ -39,7 +39,7 @@ from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
 from engine.training import (checkpoint, costs, distributed, hardware, load, lora, mode, plan,
-                             progress, resume, run_folder, supervisor)
+                             progress, result, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.signals import Signals
@@ -76,6 +76,7 @@ checks = "all"              # checks before the first step: all, none, some (fut
                             # file can hold is trained
 sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
                                     # separated by |
+json = False                # print the result as the last line: what result.json holds
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server
 wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
@@ -339,7 +340,7 @@ def conclude(t, tracker, row):
     """
     Export the model that the training ended with, hand the models to the tracker, and report what
     is on disk and what to type next. row: the row of the last step. Return the exit code: 0 if the
-    last checkpoint, the models and the whole log are on disk, else 2.
+    last checkpoint, the models, the result and the whole log are on disk, else 2.
     """
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
@@ -377,11 +378,16 @@ def conclude(t, tracker, row):
     tracker.finish()
     if minutes and progress.is_over(t.config, state):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
+    status = "finished" if progress.is_over(t.config, state) else "stopped"
+    model = best if t.exports and exported is not None else None
+    found = result.result_of(t, status, row, model)
+    is_written = result.write(out_dir, found)
     if not dry_run:
         say(progress.final_message(t.config, state, best, exported, wanted))
+        result.show(t.config, found)
     has_models = not t.exports or (exported == wanted and step in (wanted, exported_step(last)))
     is_saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
-    return 0 if has_models and is_saved and tracker.is_logged() else 2
+    return 0 if has_models and is_saved and is_written and tracker.is_logged() else 2
 
 
 def check_export(args, model, tokenizer, chat):
@@ -458,16 +464,22 @@ def main(config, steps=math.inf):
         losses = evaluate(t)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, each over "
             f"the same number of tokens")
+        row = {"loss/val": losses["val"], "loss/train_eval": losses["train"],
+               "bpb/val": dataset.bits_per_byte(losses["val"])}
+        result.show(config, result.result_of(t, "evaluated", row))
         return t, 0
     if progress.is_over(config, state):
-        return t, distributed.on_master(progress.say_finished, config, state, exports)
+        code = distributed.on_master(progress.say_finished, config, state, exports)
+        distributed.on_master(result.repeat, t)
+        return t, code
 
     # ---- before the first step: what it will take, and the checks --------------------------------
     derived = costs.describe(config, args, dataset, setup, estimate)
     derived |= source_version() | {"data_files": source_files(data, cache, column)}
-    t.record.update(redact(config.as_dict() | derived))
+    settings = resume.recorded(config)
+    t.record.update(redact(settings | derived))
     # Settings that resuming needs are recorded without redaction.
-    t.record.update(resume.resumable(config.as_dict()), init_from=init_from)
+    t.record.update(resume.resumable(settings), init_from=init_from)
     if saves and not found.resuming:
         run_checks(CheckContext(t, not found.start, train_step, make_optimizer, export_model))
 

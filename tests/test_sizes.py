@@ -316,6 +316,7 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     assert stored["minutes"] == 0.05 and stored["vocab_source"] == "byte" and stored["early_stop"] == 3
     last = rows(tmp_path / "out/my")[-1]
     assert math.isclose(last["epoch"], last["tokens"] / stored["dataset"]["train_tokens"])
+    assert json.loads((tmp_path / "out/my/result.json").read_text())["ended_by"] in ("minutes", "max_iters")
     assert "this run is finished" in run(tmp_path, *args) and "raise --minutes" in run(tmp_path, *args, "--minutes=0.05")
     text = run(tmp_path, *args, "--minutes=0.09")
     assert "minutes: 0.05 -> 0.09" in text and "finished: best" in text
@@ -343,6 +344,7 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     best = int(told[0].split("iter ")[1].split(":")[0])
     turn = best + 40
     assert found[turn] > found[best] == min(loss for step, loss in found.items() if step <= turn)
+    assert json.loads((tmp_path / "run/result.json").read_text())["ended_by"] == "early_stop"
     assert max(found) == turn + max(1, best // 5) and list(found.values())[-1] <= 1.02 * min(found.values())
     assert checkpoint.load(checkpoint.newest(tmp_path / "run"), "train")["state"]["last"] == max(found)
     done = run(tmp_path, *args)

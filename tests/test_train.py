@@ -145,11 +145,30 @@ def test_learns_and_records(folder, reference):
     assert "finished: best validation loss" in done.stdout
 
 
+def result_of(folder, out):
+    """result.json, as strict JSON: Python's own reader takes NaN."""
+    return json.loads((folder / out / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_the_result_of_a_run_is_data(folder, reference):
+    found, log = result_of(folder, "whole"), rows(folder, "whole")
+    best = min((row for row in log if row["iter"] and "loss/val" in row), key=lambda row: row["loss/val"])
+    assert (found["status"], found["ended_by"], found["iter"], found["tokens"]) == ("finished", "max_iters", 40, 40 * 4 * 2 * 32)
+    assert found["last"] == {name: log[-1][name] for name in ("loss/train", "loss/val", "loss/train_eval", "bpb/val")}
+    assert found["best"] == {name: pytest.approx(best[name]) for name in ("iter", "loss/val", "bpb/val")}
+    assert found["n_params"] == sum(weight.numel() for weight in weights(folder, "whole").values())
+    assert 0 < found["seconds"] <= log[-1]["time"] - log[0]["time"] + 5 and 100 < found["peak_mib"] < 10_000
+    assert found["seed"] == 1337 and found["out_dir"] == "whole" and (folder / found["model"]).read_bytes()[:4] == b"GGUF"
+    assert found["command"].startswith("python ") and found["command"].endswith("train.py " + " ".join([*TINY, *reference[0], "--out_dir=whole"]))
+    assert found["git_commit"] == json.loads((folder / "whole/config.json").read_text())["git_commit"]
+
+
 def test_a_finished_run_says_so(folder, reference):
     before = (folder / "whole/log.jsonl").read_text()
-    done = run(folder, *reference[0], "--out_dir=whole")
+    done = run(folder, *reference[0], "--out_dir=whole", "--json=True")
     assert done.returncode == 0 and "this run is finished, at iter 40" in done.stdout
     assert (folder / "whole/log.jsonl").read_text() == before
+    assert json.loads(done.stdout.splitlines()[-1]) == result_of(folder, "whole")
 
 
 def wait_for_row(folder, out, step, process):
@@ -173,6 +192,9 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     if signum != signal.SIGKILL:
         assert process.returncode == 0 and "the same command continues from here; write with it: ./run" in text
         assert checkpoint.load(checkpoint.newest(folder / out), "train")["state"]["step"] < 40
+        found = result_of(folder, out)
+        assert (found["status"], found["ended_by"]) == ("stopped", "signal") and None not in found["last"].values()
+    assert (folder / out / "result.json").exists() == (signum != signal.SIGKILL)
     done = run(folder, *args, f"--out_dir={out}")
     assert done.returncode == 0, done.stderr
     assert same_losses(folder, out, "whole") if signum != signal.SIGKILL else losses(folder, out) == losses(folder, "whole")
@@ -968,12 +990,15 @@ def test_a_time_limit_saves_and_ends(folder, tmp_path):
                       "from configurator import configure\n"
                       "sys.exit(train.start(configure(vars(train))))\n")
     args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000", "--log_interval=1"]
-    done = forked.run([script, *TINY, *args, "--max_minutes=0.04"], folder, environment())
+    done = forked.run([script, *TINY, *args, "--max_minutes=0.04", "--json"], folder, environment())
     assert done.returncode == 0 and "the same command continues from here" in done.stdout, done.stderr
+    *said, last = done.stdout.splitlines()
+    assert json.loads(last) == result_of(folder, "limit") and '"json"' not in (folder / "limit/config.json").read_text()
+    assert result_of(folder, "limit")["ended_by"] == "max_minutes" and 2.4 <= result_of(folder, "limit")["seconds"] < 10
     step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
     assert 0 < step < 100000
     assert step / 10 < int(re.findall(r"\| \d+/(\d+) \[", done.stderr)[-1]) < 10 * step
-    assert done.stdout.endswith("write with it: ./run limit/model.gguf -i The\n")
+    assert said[-1].endswith("write with it: ./run limit/model.gguf -i The")
     assert export.exported_step(folder / "limit/model.gguf") == step == rows(folder, "limit")[-1]["iter"]
     assert rows(folder, "limit")[-1]["loss/val"] < rows(folder, "limit")[0]["loss/val"]
     rates = [row["lr"] for row in rows(folder, "limit") if "lr" in row]  # the schedule follows the clock
@@ -1996,7 +2021,7 @@ def test_a_run_whose_data_has_a_secret_in_its_address_is_resumed_and_logs_none(f
     assert run(folder, "--data=password=Abc123xyz.txt", "--max_iters=2", "--out_dir=hidden").returncode == 0
     done = run(folder, "--max_iters=3", "--out_dir=hidden")
     assert done.returncode == 0 and "resuming hidden at iteration 2" in done.stdout, done.stderr
-    assert "Abc123xyz" not in (folder / "hidden/config.json").read_text() + (folder / "hidden/log.jsonl").read_text()
+    assert not any("Abc123xyz" in (folder / "hidden" / name).read_text() for name in ("config.json", "log.jsonl", "result.json"))
     newest = folder / "hidden/checkpoints" / (folder / "hidden/latest").read_text().strip()
     manifest, config = json.loads((newest / "checkpoint.json").read_text()), newest / "config.json"
     config.write_text(config.read_text().replace("Abc123xyz.txt", "***"))

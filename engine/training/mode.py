@@ -39,7 +39,7 @@ def check(config):
     name = chosen(config)
     if config.overfit < 0:
         fail(f"overfit is {config.overfit}, expected a number of windows, or 0")
-    for other in ("eval_only", "supervise"):
+    for other in ("eval_only", "supervise", "json"):
         if name and getattr(config, other):
             fail(f"--{name} and --{other}: expected one of them")
     if name and config.init_from == "resume":

@@ -153,6 +153,20 @@ def is_over(config, state):
     return clock["seconds"] >= session_clock(clock, 0, config.minutes)["end"]
 
 
+def ended_by(config, state):
+    """
+    Return what ended a training: "early_stop", "max_iters", the time budget "minutes", the limit
+    "max_minutes", or a "signal" such as Ctrl-C.
+    """
+    if state["last"] and state["step"] >= state["last"]:
+        return "early_stop"
+    if state["step"] >= config.max_iters:
+        return "max_iters"
+    if state["clock"]["seconds"] >= state["clock"]["end"]:
+        return "minutes" if "minutes" in state["clock"] else "max_minutes"
+    return "signal"
+
+
 def say_finished(config, state, exports):
     """
     Tell the user, who has started a finished run again, what can be done. exports: as of Training.

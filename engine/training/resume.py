@@ -19,7 +19,7 @@ STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are 
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
-              "checks"}
+              "checks", "json"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "lora_rank", "lora_targets")
@@ -114,6 +114,11 @@ def stored_settings(folder):
     with reading(Path(folder, "config.json"), "the settings of a run", fail):
         stored = read_json(Path(folder, "config.json"), MAX_JSON)
     return renamed(stored)
+
+
+def recorded(config):
+    """Return {setting: value} of a run for config.json: all but those of what is printed."""
+    return {name: value for name, value in config.as_dict().items() if name != "json"}
 
 
 def leaves_out(checks, name):

@@ -22,8 +22,8 @@ from engine.untrusted import read_json
 
 MARK = "trainer.json"
 # What a trainer writes into its out_dir besides checkpoints.
-OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "evaluation.json", "tensorboard",
-        "swanlab", "model.gguf", "last.gguf", "latest", "best")
+OURS = ("log.jsonl", "config.json", "result.json", "wandb.json", "diff.patch", "evaluation.json",
+        "tensorboard", "swanlab", "model.gguf", "last.gguf", "latest", "best")
 held = None  # the open and locked MARK of the folder that this process trains in
 
 
