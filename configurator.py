@@ -28,7 +28,7 @@ from pathlib import Path
 
 from engine.advice import advice, misspelled, translate
 from engine.streams import flush_stdout, one_line, open_streams, reader_exited
-from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
+from engine.untrusted import MAX_JSON, MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
 STARTED = time.monotonic()  # a run's time budget counts from here, so it includes importing torch
@@ -140,12 +140,12 @@ class Config:
 
     defaults: {name: value} of the source, whose types are the settings' types. given: {name: the
     value just before its last override} of the settings that the command line or a file of
-    overrides set.
+    overrides set. files: paths of the files of overrides, in their order.
     """
 
-    def __init__(self, values, defaults, given):
+    def __init__(self, values, defaults, given, files=()):
         vars(self).update(values)
-        vars(self).update(defaults=defaults, given=given)
+        vars(self).update(defaults=defaults, given=given, files=files)
 
     def __setattr__(self, name, value):
         raise AttributeError(f"settings are frozen: {name} can't be set; changed({name}=...) "
@@ -157,17 +157,17 @@ class Config:
         """Return a Config with these settings replaced. Raises KeyError for an unknown name."""
         for name in values:
             self.defaults[name]
-        return Config(self.as_dict() | values, self.defaults, self.given)
+        return Config(self.as_dict() | values, self.defaults, self.given, self.files)
 
     def as_dict(self):
         """Return {name: value} of all settings, in the order of the source."""
         return {name: getattr(self, name) for name in self.defaults}
 
 
-def freeze(g, given=()):
-    """Return the Config of a script's globals() as they are now. given: as of Config."""
+def freeze(g, given=(), files=()):
+    """Return the Config of a script's globals() as they are now. given, files: as of Config."""
     defaults = {name: value for name, (value, *_) in source_knobs(g["__file__"]).items()}
-    return Config(settings(g), defaults, dict(given))
+    return Config(settings(g), defaults, dict(given), tuple(files))
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -289,7 +289,9 @@ def read_file(path, known=None, hint=""):
     file sets is returned. hint: what else the file may be, for the error message.
     """
     try:
-        text = read_untrusted(path, MAX_SETTINGS).decode()
+        # A run's config.json lists the files of its data.
+        limit = MAX_JSON if path.endswith(".json") else MAX_SETTINGS
+        text = read_untrusted(path, limit).decode()
         if path.endswith(".py") and known is None:
             names = runpy.run_path(path)
             return {name: value for name, value in names.items() if not name.startswith("_")}
@@ -347,14 +349,14 @@ def options(argv, defaults):
 
 class Overrides:
     """
-    The knobs in `g`, a script's globals(), while a command line overrides them. positional: as of
-    configure; typed: {knob: option as written} of the knobs whose present value was typed, rather
-    than read from a file.
+    The knobs in `g`, a script's globals(), while a command line overrides them. positional, adapt:
+    as of configure; typed: {knob: option as written} of the knobs whose present value was typed,
+    rather than read from a file; files: paths of the files that were read.
     """
 
-    def __init__(self, g, positional):
-        self.g, self.positional, self.defaults = g, positional, settings(g)
-        self.typed, self.given = {}, {}
+    def __init__(self, g, positional, adapt):
+        self.g, self.positional, self.adapt, self.defaults = g, positional, adapt, settings(g)
+        self.typed, self.given, self.files = {}, {}, []
 
     def hint(self, word):
         """Return how to give a word that was taken for a configuration as the positional."""
@@ -396,7 +398,9 @@ class Overrides:
         if isinstance(positional, list):
             positional.append(word)
         elif is_file:
-            for key, value in read_file(word, settings(self.g), self.hint(word)).items():
+            values = read_file(word, settings(self.g), self.hint(word))
+            self.files.append(word)
+            for key, value in self.adapt(values, self.defaults).items():
                 self.set(key, value, word)
         elif not self.typed.get(positional, "--").startswith("--"):
             # It was typed before, as a word: the text of an option would begin with --.
@@ -405,23 +409,24 @@ class Overrides:
             self.set(positional, word, word, word)
 
 
-def configure(g, positional=None, argv=None, common=()):
+def configure(g, positional=None, argv=None, common=(), adapt=lambda values, defaults: values):
     """
     Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line), and
     return the Config. Ends the program after --help, or with one line after a mistake.
 
     positional: the knob that is set by a word that is neither an option nor a file of overrides; or
     a list, to which every word that is not an option is appended. common: the knobs that --help
-    shows first.
+    shows first. adapt(values, defaults): returns the knobs, {key: value}, that the values in a file
+    of overrides stand for.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help(g, common, positional)
         sys.exit(0)
-    overrides = Overrides(g, positional)
+    overrides = Overrides(g, positional, adapt)
     for word, key, value in options(argv, overrides.defaults):
         if key is None:
             overrides.add_word(word)
         else:
             overrides.set(key, value, word, word)
-    return freeze(g, overrides.given)
+    return freeze(g, overrides.given, overrides.files)

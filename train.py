@@ -5,6 +5,7 @@ Train a Llama from scratch.
     python train.py --data=my.txt --wandb_log=True  your own text, tracked in W&B, with or
                                                     without an account
     python train.py config/stories15M.py            a preset; --key=value after it overrides
+    python train.py out/my/config.json --seed=2     a run again, here with another seed
     torchrun --nproc_per_node=4 train.py ...        many GPUs
 
 The settings are the globals below; the loop is at the end.
@@ -39,7 +40,7 @@ from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
 from engine.training import (checkpoint, costs, distributed, hardware, load, lora, mode, plan,
-                             progress, result, resume, run_folder, supervisor)
+                             progress, repeat, result, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.signals import Signals
@@ -419,6 +420,7 @@ def main(config, steps=math.inf):
     if device.type == "cpu":
         hardware.keep_memory()
     is_forced = config.init_from == "force"
+    repeated = distributed.on_master(repeat.schedule, config)
     found = resolve(config, device, prepare, BUILD)
     config, args, setup = found.config, found.args, found.setup
     globals().update(config.as_dict())
@@ -447,6 +449,8 @@ def main(config, steps=math.inf):
     if found.resuming:
         state |= resume.restore(config, found.start, state["fixed"], opt, is_forced)
         dataset.resumed_at = state["step"], state["sequences"]
+    else:
+        state |= repeated
     if found.start:
         state["chat"] = load.start_from(model, found.start, found.resuming,
                                         check=eval_only or not found.resuming,
@@ -476,6 +480,8 @@ def main(config, steps=math.inf):
     # ---- before the first step: what it will take, and the checks --------------------------------
     derived = costs.describe(config, args, dataset, setup, estimate)
     derived |= source_version() | {"data_files": source_files(data, cache, column)}
+    if not found.resuming:
+        repeat.note_differences(config, derived)
     settings = resume.recorded(config)
     t.record.update(redact(settings | derived))
     # Settings that resuming needs are recorded without redaction.
@@ -499,13 +505,15 @@ def train(t, steps=math.inf):
     """
     config, state, record, model, opt = t.config, t.state, t.record, t.model, t.opt
     first_step, changes = state["step"], t.changes
-    last_step = state["last"] or max_iters
+    last_step, end = state["last"] or max_iters, state.get("end") or math.inf
     tracker = start_tracking(config, record, state) if distributed.master else Tracker()
     writer = checkpoint.Writer()
     if t.device.type == "cpu":
         opt.ready = writer.join  # the weights may not change while the writer reads them
-    budget_left = distributed.on_master(plan.training_seconds, minutes)  # seconds
-    clock = progress.session_clock(state["clock"], max_minutes, minutes, budget_left)
+    clock = state["clock"]
+    if "end" not in state:  # a repetition follows the clock of another run
+        budget_left = distributed.on_master(plan.training_seconds, minutes)  # seconds
+        clock = progress.session_clock(clock, max_minutes, minutes, budget_left)
     signals = Signals(clock["seconds"], clock["end"])
     spike_detector = SpikeDetector(spike_z, state.get("guard"))
     state |= {"guard": spike_detector.state, "scale": opt.scale.state}
@@ -515,7 +523,7 @@ def train(t, steps=math.inf):
                disable=not (distributed.master and sys.stderr.isatty()))
     while True:
         step = state["step"]
-        is_last, is_new = step >= last_step, step > first_step
+        is_last, is_new = step >= min(last_step, end), step > first_step
         stop, save_now, seconds = False, False, clock["seconds"]
         if is_new:
             stop, save_now, seconds = signals.read()
@@ -576,8 +584,10 @@ def train(t, steps=math.inf):
             state["last"] = last_step
 
         # One step.
+        # The rate follows the steps or the clock, whichever is further ahead.
         spent = seconds / clock["end"]  # part of the time budget
-        rate = learning_rate_at(config, step, last_step, spent)
+        last_by_clock = progress.last_by_clock(state, spent, anew=step == first_step)
+        rate = learning_rate_at(config, step, last_step, step / last_by_clock)
         opt.set_rate(rate)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
         x, y = t.dataset.batch(step)
@@ -589,8 +599,7 @@ def train(t, steps=math.inf):
         state["tokens"] += record["tokens_per_iter"]
         state["sequences"] += batch_size * gradient_accumulation_steps
         stopwatch.steps += 1
-        # The time budget may end the run earlier: extrapolate from the steps so far.
-        bar.total = min(last_step, round(step / spent)) if spent and step else last_step
+        bar.total = min(last_step, last_by_clock)
         bar.update()
         if compile and step == first_step:
             loss.item()  # waits for an asynchronous device
@@ -610,8 +619,10 @@ def start(config):
     check_settings(config)
     check_names(config.checks)
     check_optimizer(config.optimizer)
+    config = repeat.name_folder(config)
     if config.out_dir == "auto":
         config = config.changed(out_dir=resume.default_out_dir(config.data))
+    config = config.changed(out_dir=resume.folder_of_seed(config))
     if config.dry_run:
         return modes.dry_run(config, main)
     if not config.supervise:
@@ -629,7 +640,7 @@ def start(config):
 if __name__ == "__main__":
     config = configure(globals(), positional="data", common=(
         "data", "out_dir", "minutes", "depth", "max_iters", "batch_size", "learning_rate",
-        "wandb_log", "init_from"))
+        "wandb_log", "init_from"), adapt=repeat.settings)
     outlast("stdout")  # training goes on when the terminal, disk or pipe behind stdout fails
     try:
         code = start(config)

@@ -4,6 +4,7 @@ message at its end.
 
 `state` is the dict that a resumed run needs besides weights and optimizer; see new_state.
 """
+import bisect
 import math
 import shlex
 from pathlib import Path
@@ -29,11 +30,14 @@ def new_state(config, clock, signature):
     sequences of the data read so far; best, best_step: the lowest validation loss and its step;
     loss_sum, loss_steps: of the training losses since the last row of the log; last: the run's
     last step if early_stop has set it; noted: kinds of metrics that have been reported as out of
-    range; chat: GGUF metadata of the chat format. note_best adds "best_due" for early_stop.
+    range; chat: GGUF metadata of the chat format; schedule: see last_by_clock. note_best adds
+    "best_due" for early_stop, repeat.schedule "end": the last step of the repetition of a run that
+    a clock limited, None if there is no such step.
     """
     return {"step": 0, "tokens": 0, "sequences": 0, "best": math.inf, "best_step": None,
             "run_id": "", "loss_sum": 0.0, "loss_steps": 0, "last": None, "fixed": signature,
-            "clock": clock if config.minutes else NO_LIMIT, "noted": [], "chat": {}}
+            "clock": clock if config.minutes else NO_LIMIT, "noted": [], "chat": {},
+            "schedule": []}
 
 
 def load_checkpoint(folder, model, opt):
@@ -143,11 +147,29 @@ def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
     return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}
 
 
+def last_by_clock(state, spent, anew=False):
+    """
+    Return the step at which the clock will end a run, by its speed so far; inf without a limit.
+    spent: part of the time that is over. The step is extrapolated whenever 1 % more steps have been
+    taken or 1 % of the time has passed, and if `anew`. state["schedule"] keeps [step, result] of
+    each extrapolation: a repetition has the same learning rates with these.
+    """
+    step, schedule = state["step"], state.setdefault("schedule", [])
+    if step and spent:
+        before, last = schedule[-1] if schedule else (0, 1)
+        if anew or step >= 1.01 * before or spent >= before / last + 0.01:
+            schedule.append([step, max(step + 1, round(step / spent))])
+    known = bisect.bisect_right(schedule, step, key=lambda pair: pair[0])
+    return schedule[known - 1][1] if known else math.inf
+
+
 def is_over(config, state):
     """Return whether a run has taken its last step or has used up its time budget (--minutes)."""
     clock = state["clock"]
     if state["step"] >= (state.get("last") or config.max_iters):
         return True
+    if state.get("end"):
+        return state["step"] >= state["end"]
     if "minutes" not in clock:
         return False
     return clock["seconds"] >= session_clock(clock, 0, config.minutes)["end"]
@@ -162,7 +184,8 @@ def ended_by(config, state):
         return "early_stop"
     if state["step"] >= config.max_iters:
         return "max_iters"
-    if state["clock"]["seconds"] >= state["clock"]["end"]:
+    is_repeated = state.get("end") and state["step"] >= state["end"]
+    if is_repeated or state["clock"]["seconds"] >= state["clock"]["end"]:
         return "minutes" if "minutes" in state["clock"] else "max_minutes"
     return "signal"
 
@@ -178,7 +201,8 @@ def say_finished(config, state, exports):
         missing = (f"; its model.gguf is missing, write it with: python export.py "
                    f"{shlex.quote(str(config.out_dir))}")
     more = ""
-    if not state["last"]:  # after an early stop a higher limit would have no effect
+    # After an early stop, and in a repetition, a higher limit would have no effect.
+    if not (state["last"] or state.get("end")):
         name = "max_iters" if state["step"] >= config.max_iters else "minutes"
         more = f"raise --{name} to go on, or "
     distributed.say(f"{config.out_dir}: this run is finished, at iter {state['step']} with "

@@ -32,6 +32,24 @@ STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(Non
                "noted": (list,), "chat": (dict,)}
 
 
+def folder_of_seed(config):
+    """
+    Return the folder for a run: out_dir, or NAME-seedN if the run in out_dir has another seed than
+    the one that this command gives.
+    """
+    out_dir = config.out_dir
+    if ("seed" not in config.given or config.eval_only or config.init_from in STARTS[1:]
+            or not run_folder.is_run(out_dir)):
+        return out_dir
+    before = read_json(Path(out_dir, "config.json"), MAX_JSON, {}).get("seed", config.seed)
+    if before == config.seed:
+        return out_dir
+    own = f"{out_dir.rstrip('/')}-seed{config.seed}"
+    distributed.say(f"{out_dir} holds a run with seed={before}; the run with seed={config.seed} is "
+                    f"in {own}")
+    return own
+
+
 def default_out_dir(data):
     """
     Return the folder of a run that was given no out_dir, named after its data: out/stories for
@@ -237,8 +255,16 @@ def check_state(state):
         wrong = ["loss_sum"]
     if not wrong and not all(type(value) in (int, float) for value in state["clock"].values()):
         wrong = ["clock"]
+    if not wrong and not is_schedule(state.get("schedule", []), state.get("end")):
+        wrong = ["schedule"]
     if wrong:
         raise ValueError(f"the entry {wrong[0]} of its state is invalid")
+
+
+def is_schedule(schedule, end):
+    """Return whether the entries "schedule" and "end" of a state have their types."""
+    return isinstance(schedule, list) and type(end) in (int, type(None)) and all(
+        isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in schedule)
 
 
 def refuse_other_run(config, folder, before, now, is_forced):
