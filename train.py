@@ -36,6 +36,7 @@ from engine.debug.preflight import CheckContext, check_names, run_checks
 from engine.formats.layout import refuse_other_tensors, unnamed_parameters
 from engine.spans import span
 from engine.streams import outlast
+from engine.text import yardsticks
 from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
@@ -379,6 +380,9 @@ def conclude(t, tracker, row):
     tracker.finish()
     if minutes and progress.is_over(t.config, state):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
+    best_bits, scale = t.dataset.bits_per_byte(state["best"]), t.record.get("yardsticks")
+    if scale and math.isfinite(best_bits) and not dry_run:
+        say(yardsticks.assess(best_bits, scale))
     status = "finished" if progress.is_over(t.config, state) else "stopped"
     model = best if t.exports and exported is not None else None
     found = result.result_of(t, status, row, model)
@@ -537,7 +541,7 @@ def train(t, steps=math.inf):
             # At the first step: tables of the data. After resuming, if the last session was ended
             # before it could log the row of its stop: that row, with an evaluation if one is due.
             if step == 0:
-                row |= data_rows(t.dataset)
+                row |= data_rows(t.dataset) | yardsticks.metrics(record)
             unlogged = state.pop("row", {})
             row |= unlogged
 

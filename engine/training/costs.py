@@ -16,6 +16,7 @@ import torch
 from configurator import fail
 from engine.formats import layout
 from engine.ops import CrossEntropy
+from engine.text import yardsticks
 from engine.training import distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
@@ -554,6 +555,9 @@ def describe(config, args, dataset, setup, estimate):
         f"{meta['val_tokens']:,} to validate, vocabulary {args.vocab_size}")
     if dataset.masks:
         say(f"chat:  {dataset.describe()}")
+    derived["yardsticks"] = yardsticks.measure(dataset)
+    if derived["yardsticks"]:
+        say(f"scale: {yardsticks.describe(derived['yardsticks'], args.vocab_size)}")
     say(f"model: {derived['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, "
         f"{args.n_heads} heads ({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context "
         f"{args.max_seq_len}")

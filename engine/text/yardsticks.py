@@ -1,0 +1,84 @@
+"""
+Yardsticks for the loss of a model: what chance, token frequencies, gzip and xz need for the same
+validation text, in bits per byte. They tell whether a loss is normal.
+"""
+import gzip
+import lzma
+import math
+
+import numpy as np
+
+from engine.formats.chat_template import TARGET
+
+MAX_TOKENS = 1 << 17  # max tokens of the validation text to compress; xz takes 0.3 s for them
+# {name: words}. "chance" gives all tokens the same probability.
+WORDS = {"chance": "chance", "unigram": "token frequencies", "gzip": "gzip", "xz": "xz"}
+
+
+def predicted(dataset, split, count):
+    """Return those of the first `count` tokens of a split that a model predicts, (n,)."""
+    tokens = np.asarray(getattr(dataset, split)[:count])
+    if dataset.masks:
+        return tokens[dataset.masks[split][:count] & TARGET > 0]
+    return tokens[tokens != dataset.tokenizer.bos_id]
+
+
+def measure(dataset):
+    """
+    Return {name: bits per byte} of WORDS for the first MAX_TOKENS of the validation split, and for
+    the built-in stories "floor", which no model can beat.
+
+    "unigram" knows how frequent each token is in training, and nothing else. Of conversations only
+    answers count, which alone are predicted. {} if the tokens have no text.
+    """
+    size = dataset.meta["vocab_size"]
+    tokens = predicted(dataset, "val", MAX_TOKENS)
+    text = dataset.tokenizer.decode(tokens.tolist()).encode(errors="replace")
+    if not text:
+        return {}
+    # Each token counts once more than it occurs, so that a token that training lacks is possible.
+    times = 1 + np.bincount(predicted(dataset, "train", 1 << 20), minlength=size)
+    nats = math.log(times.sum()) - np.log(times[tokens]).mean()
+    found = {"chance": dataset.bits_per_byte(math.log(size)),
+             "unigram": dataset.bits_per_byte(float(nats)),
+             "gzip": 8 * len(gzip.compress(text)) / len(text),
+             "xz": 8 * len(lzma.compress(text)) / len(text)}
+    if "floor_bpb" in dataset.meta:
+        found["floor"] = dataset.meta["floor_bpb"]
+    return found
+
+
+def metrics(record):
+    """Return {metric: bits per byte} of the yardsticks for the first row of a run's log."""
+    return {f"yardstick/{name}": bits for name, bits in record.get("yardsticks", {}).items()}
+
+
+def describe(found, vocab_size):
+    """Return yardsticks in words, for the table before a training."""
+    shown = ", ".join(f"{words} {found[name]:.3g}" for name, words in WORDS.items())
+    floor = f"; no model can beat {found['floor']:.3f}" if "floor" in found else ""
+    return (f"bits per byte of the validation text: {shown}{floor}; chance is ln {vocab_size} = "
+            f"{math.log(vocab_size):.2f} nats per token")
+
+
+def assess(loss, found):
+    """
+    Return in a sentence whether a loss is normal. loss: the best validation loss in bits per byte,
+    which is finite; found: what `measure` returned, not empty.
+    """
+    said = f"{loss:.4f} bits per byte"
+    if loss >= 0.98 * found["chance"]:
+        return (f"not normal: {said} is no better than chance ({found['chance']:.3g}); is the "
+                f"learning_rate too high? --overfit=1 shows whether it can learn at all")
+    if "floor" in found and loss < 0.99 * found["floor"]:
+        return (f"not normal: {said} is less than the {found['floor']:.3f} that these stories "
+                f"hold; the model sees what it should predict")
+    others = ", ".join(f"{words} {found[name]:.3g}" for name, words in reversed(WORDS.items()))
+    if loss > found["unigram"]:
+        return (f"not normal yet: {said} is more than token frequencies alone need ({others}); "
+                f"train longer, or try other rates with --lr_find")
+    if loss > min(found["gzip"], found["xz"]):
+        return (f"normal for a short training: {said} is less than token frequencies need and not "
+                f"yet what a compressor reaches ({others})")
+    floor = f"; no model can beat {found['floor']:.3f}" if "floor" in found else ""
+    return f"normal: {said} is less than a compressor needs ({others}{floor})"
