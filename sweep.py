@@ -15,14 +15,13 @@ import math
 import os
 import random
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import compare
 from configurator import advice, configure, convert, fail, read_file, source_knobs
 from engine.advice import renamed
+from engine.programs import run_program
 from engine.streams import one_line, outlast
 from engine.untrusted import MAX_JSON, read_json
 
@@ -294,7 +293,11 @@ def run_trial(sweep, number, values, folder):
     refuse_other(sweep, values, folder / str(number))
     shown = [one_line(f"{k}={v}") for k, v in values.items() if varies(sweep, k)]
     print(f"trial {number}: {', '.join(shown)}", flush=True)
-    code, signals = run_program(*command_of(sweep, values))
+    command, environment = command_of(sweep, values)
+    try:
+        code, signals = run_program(command, environment)
+    except OSError as e:
+        fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
     if signals:
         print(f"stopped in trial {number}; the same command continues the sweep", file=sys.stderr)
         sys.exit(128 + signals[0])
@@ -331,34 +334,6 @@ def command_of(sweep, values):
         words += known.get(word[2:-1], [word]) if is_macro(word) else [word]
     return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity")
                    if sweep.get(key)}
-
-
-def run_program(command, environment):
-    """
-    Run a program to its end. Return (exit code, signals that asked this process to stop meanwhile).
-
-    The program gets time to save: Ctrl-C reaches it from the terminal, SIGTERM and SIGHUP are
-    forwarded. environment: variables besides those of this process.
-    """
-    received, children = [], []
-
-    def stop(signum, frame):
-        received.append(signum)
-        for child in children if signum != signal.SIGINT else ():
-            child.send_signal(signum)
-
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        handled.append(signal.SIGHUP)
-    before = {signum: signal.signal(signum, stop) for signum in handled}
-    try:
-        children.append(subprocess.Popen(command, env=os.environ | environment))
-    except OSError as e:
-        fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
-    code = children[0].wait()
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-    return code, received
 
 
 def varies(sweep, name):

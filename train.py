@@ -44,6 +44,7 @@ from engine.training import (checkpoint, costs, distributed, hardware, load, lor
                              progress, repeat, result, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
+from engine.training.seeds import train_all as train_all_seeds
 from engine.training.signals import Signals
 from engine.training.training import Training
 from engine.training.validate import check_settings, refuse_nonsense
@@ -174,6 +175,9 @@ spike_z = 6.0               # skip a step whose loss or gradient norm is this ma
                             # the usual; 0: never
 deterministic = False       # on a GPU: the same bits every time, with slower kernels
 seed = 1337                 # seed of initialization, data order and dropout
+seeds = 1                   # train so many runs one after the other, with this seed and those after
+                            # it, each in a folder of its own in out_dir; then print mean and
+                            # standard deviation
 # ---- before a training
 overfit = 0                 # overfit this many windows, and report PASS or FAIL
 dry_run = False             # run everything for 3 steps in a temporary folder
@@ -625,7 +629,10 @@ def start(config):
     check_optimizer(config.optimizer)
     config = repeat.name_folder(config)
     if config.out_dir == "auto":
-        config = config.changed(out_dir=resume.default_out_dir(config.data))
+        out_dir = resume.default_out_dir(config.data) + "-seeds" * (config.seeds > 1)
+        config = config.changed(out_dir=out_dir)
+    if config.seeds > 1:
+        return train_all_seeds(config)
     config = config.changed(out_dir=resume.folder_of_seed(config))
     if config.dry_run:
         return modes.dry_run(config, main)

@@ -21,7 +21,7 @@ from engine.untrusted import MAX_JSON, read_json, reading
 from model import ModelArgs
 
 # Settings of one session, or of one folder, which a repetition does not take from a config.json.
-OF_FOLDER = ("out_dir", "eval_only", "json")
+OF_FOLDER = ("out_dir", "eval_only", "json", "seeds")
 # Recorded values whose change may change the losses: {name in config.json: words}.
 MACHINE = {"git_commit": "commit", "torch_version": "torch", "device_name": "device",
            "compute_dtype": "dtype", "world_size": "processes"}
@@ -85,6 +85,8 @@ def name_folder(config):
         return config
     is_same = config.seed == stored.get("seed", config.seed)
     ending = "repeat" if is_same else f"seed{config.seed}"
+    if config.seeds > 1:
+        ending = "seeds"
     out_dir = folder.with_name(f"{folder.name}-{ending}")
     if out_dir.is_relative_to(Path.cwd()):
         out_dir = out_dir.relative_to(Path.cwd())

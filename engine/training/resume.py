@@ -19,7 +19,7 @@ STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are 
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
-              "checks", "json"}
+              "checks", "json", "seeds"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "lora_rank", "lora_targets")
@@ -135,8 +135,9 @@ def stored_settings(folder):
 
 
 def recorded(config):
-    """Return {setting: value} of a run for config.json: all but those of what is printed."""
-    return {name: value for name, value in config.as_dict().items() if name != "json"}
+    """Return {setting: value} of a run for config.json: all but those of the command alone."""
+    return {name: value for name, value in config.as_dict().items()
+            if name not in ("json", "seeds")}
 
 
 def leaves_out(checks, name):

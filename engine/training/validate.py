@@ -9,7 +9,7 @@ from engine.spans import spanned
 from engine.training import distributed, lora, mode
 
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
-              "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads")
+              "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads", "seeds")
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
               "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise",

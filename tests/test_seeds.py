@@ -1,0 +1,86 @@
+"""--seeds: the same command with several seeds, resumable, and what they reach together."""
+import json
+import os
+import statistics
+import sys
+
+import pytest
+
+import train
+from configurator import configure
+from engine.training import repeat, seeds
+from tests import forked
+from tests.test_repeat import SMALL
+from tests.test_train import ROOT, folder  # noqa: F401
+
+
+@pytest.fixture
+def started(folder, monkeypatch, capsys):  # noqa: F811
+    """A function that runs train.py's start with these words; its trainings are forked. `ends` has code and signals to end with."""
+    calls, ends = [], []
+
+    def run_program(command, environment):
+        calls.append(command)
+        if ends:
+            return ends.pop(0)
+        done = forked.run(command[1:], folder, os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode, []
+
+    def start(*words):
+        del calls[:]
+        words = [str(word) for word in words]
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *words])
+        values = vars(train).copy()
+        try:
+            code = train.start(configure(values, "data", words, adapt=repeat.settings))
+        except SystemExit as e:
+            code = e.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(seeds, "run_program", run_program)
+    start.calls, start.ends = calls, ends
+    return start
+
+
+def result(folder, seed):  # noqa: F811
+    return json.loads((folder / f"group/seed{seed}/result.json").read_text())
+
+
+def test_seeds_are_trained_in_turn_and_go_on_where_they_were_stopped(folder, started):  # noqa: F811
+    words = ["--data=my.txt", *SMALL, "--seeds=2", "--seed=5", "--out_dir=group", "--json"]
+    started.ends += [(0, [15])]
+    code, out, err = started(*words)
+    assert code == 128 + 15 and "stopped at seed 5; the same command continues" in err and len(started.calls) == 1
+    started.ends += [(1, [])]
+    code, out, err = started(*words)
+    assert code == 2 and "seed 5 ended with code 1" in err
+    code, out, err = started(*words)
+    assert code == 0 and len(started.calls) == 2, err
+    losses = [result(folder, seed)["best"]["loss/val"] for seed in (5, 6)]
+    assert losses[0] != losses[1] and [result(folder, seed)["seed"] for seed in (5, 6)] == [5, 6]
+    assert (f"loss/val: mean {statistics.mean(losses):.4f}, standard deviation {statistics.stdev(losses):.4f} (n = 2)") in out
+    found = json.loads(out.splitlines()[-1])
+    assert found["results"]["loss/val"]["mean"] == pytest.approx(statistics.mean(losses)) and found["seeds"] == [5, 6]
+    assert found["runs"] == [result(folder, seed) for seed in (5, 6)]
+    code, out, err = started(*words)
+    assert code == 0 and not started.calls and out.count("finished before") == 2
+    code, out, err = started(*words, "--learning_rate=1e-3")
+    assert code == 2 and "seed5 holds a run with learning_rate=0.006, now it is 0.001; give another --out_dir" in err
+    code, out, err = started(*words[:-1], "--seeds=3")
+    assert code == 0 and len(started.calls) == 1 and "(n = 3)" in out
+    code, out, err = started("group/seed5/config.json", "--seeds=1", "--seed=6", "--out_dir=group/seed6")
+    assert code == 0 and "this run is finished" in out
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--eval_only"], "--seeds and --eval_only: expected one of them"), (["--dry_run"], "--seeds and --dry_run: expected one of them"),
+    (["--seeds=0"], "seeds is 0, expected at least 1"), (["--out_dir=lone"], "--out_dir=lone: holds a run; with --seeds")])
+def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):  # noqa: F811
+    (folder / "lone").mkdir(exist_ok=True)
+    (folder / "lone/trainer.json").write_text('{"made_by": "llamac"}')
+    code, out, err = started("--data=my.txt", "--seeds=2", *words)
+    assert code == 2 and said in err and err.count("\n") == 1, err
