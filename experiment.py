@@ -1,0 +1,475 @@
+"""
+Try a change of the program: is what it gains more than the noise of the seeds?
+
+    python experiment.py "a larger rate for the embedding"          the working tree against HEAD
+    python experiment.py "the same" --minutes=2 -- --data=my.txt    flags of train.py after --
+    python experiment.py                                            the experiments so far
+
+The same training, --minutes long, runs with the base commit and with the working tree, in turns,
+once per seed. Each run's best model is scored in bits per byte of the base's validation text, by
+the base's code (engine/training/score.py). The change is kept if the difference is larger than the
+seeds' noise (engine/verdict.py). A line of JSON in the ledger says what was tried and what came of
+it: commit, diff, results, "keep", "discard", "failed" or "interrupted".
+
+The change runs from a copy: the working tree and git's index stay as they are, and what you edit
+meanwhile belongs to the next experiment. The text, the time and the settings after -- are the
+base's: a change of their defaults has no effect here. Exit code: 0 if there is a verdict, 1 if the
+change failed, 130 after Ctrl-C.
+"""
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from json import dumps
+from pathlib import Path
+
+from configurator import configure, fail, options, source_knobs
+from engine.advice import advice
+from engine.files import to_disk
+from engine.programs import run_program
+from engine.streams import one_line, outlast, pad, width
+from engine.tracking.redact import HIDDEN, redact
+from engine.untrusted import MAX_JSON, parse_json, read_json
+from engine.verdict import judge, sentence
+
+base = "HEAD"       # commit to compare with
+minutes = 1.0       # training time of each run
+seeds = 3           # runs of the base, and of the change
+seed = 1337         # the first of the seeds
+ledger = "experiments.jsonl"  # file that gets a line for each experiment
+out_dir = "out/experiments"   # folder of the runs: N/base/seedS and N/change/seedS of experiment N
+cache = "cache"     # folder of prepared data, and of copies of the program
+json = False        # print the new line of the ledger as the last line
+
+ROOT = Path(__file__).resolve().parent
+# Settings of train.py that an experiment gives to its runs.
+OURS = {"out_dir", "cache", "seed", "seeds", "minutes", "max_minutes", "json", "eval_only",
+        "supervise", "dry_run", "overfit", "lr_find", "profile"}
+FIXED = ("data", "val_fraction", "column", "max_text_bytes")  # the change gets the base's values
+NO_LIMIT = 10 ** 9  # steps; the time ends the runs
+# What must be the same in both prepared texts, whatever their vocabularies.
+SAME_TEXT = ("train_bytes", "val_bytes", "train_documents", "val_documents")
+SLOWER = 1.1, 10    # a run may take so many times as long as the base's, and so many seconds more
+BUSY = 1.2          # a machine is busy if runs of the same time have so many times as many steps
+MAX_DIFF = 200_000  # characters of a diff in the ledger
+MAX_FILE = 1 << 20  # bytes of an untracked file that is tried too; a larger one may be data
+
+
+class Failed(Exception):
+    """A run that failed, or that may not be compared; its message says why."""
+
+
+class Interrupted(Exception):
+    """A signal asked to stop. Its argument is the signal's number."""
+
+
+# ---- git -----------------------------------------------------------------------------------------
+
+def git(*words, folder=ROOT, **environment):
+    """Return what a git command prints, as text. Ends the program if it fails."""
+    done = try_git(*words, folder=folder, **environment)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        fail(f"git {words[0]}: {said[-1]}")
+    return done.stdout.decode(errors="surrogateescape").strip("\n")
+
+
+def try_git(*words, folder=ROOT, **environment):
+    """Return a finished git command. It runs no hooks, and refreshes no index."""
+    command = ["git", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *words]
+    variables = {"GIT_OPTIONAL_LOCKS": "0"} | environment
+    try:
+        return subprocess.run(command, env=os.environ | variables, capture_output=True)
+    except OSError as e:
+        fail(f"git cannot be started ({e.strerror}); experiment.py compares commits of git")
+
+
+def commit_of(name):
+    """Return the full hash of a commit. Ends the program if there is none of this name."""
+    if try_git("rev-parse", "--git-dir").returncode:
+        fail(f"{ROOT} is not in a repository of git; expected one with a commit to compare with")
+    found = try_git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    if found.returncode:
+        fail(f"--base={name}: no such commit")
+    return found.stdout.decode().strip()
+
+
+def snapshot(message):
+    """
+    Return a commit of the working tree as it is now, on top of HEAD: tracked files, and untracked
+    ones that git does not ignore, up to MAX_FILE. No branch gets it, and the index is not touched.
+    """
+    ledger_path = os.path.relpath(Path(ledger).absolute(), ROOT)
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")
+    names = [name for name in untracked if name and name != ledger_path]
+    small = [name for name in names if os.lstat(ROOT / name).st_size <= MAX_FILE]
+    for name in set(names) - set(small):
+        print(f"note: {name} is larger than {MAX_FILE >> 20} MiB and not in git: it is left out")
+    who = {f"GIT_{role}_{what}": value for role in ("AUTHOR", "COMMITTER")
+           for what, value in (("NAME", "experiment.py"), ("EMAIL", "experiment@localhost"))}
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(ROOT, git("rev-parse", "--git-path", "index"))
+        # copy2 keeps the time of writing, by which git finds files that were edited just after it.
+        index = {"GIT_INDEX_FILE": shutil.copy2(own, folder)}
+        git("add", "--update", "--", ".", f":(exclude){ledger_path}", **index)
+        if small:
+            git("--literal-pathspecs", "add", "--", *small, **index)
+        tree = git("write-tree", **index)
+    return git("commit-tree", tree, "-p", "HEAD", "-m", message, **who)
+
+
+def add_copy(commit, folder):
+    """
+    Check a commit out as a worktree of git at `folder`, unless it is there, and return the folder
+    of the program in it.
+    """
+    head = try_git("rev-parse", "HEAD", folder=folder) if folder.is_dir() else None
+    is_there = head and head.stdout.decode().strip() == commit
+    if is_there and git("rev-parse", "--show-toplevel", folder=folder) == str(folder.resolve()):
+        if not git("status", "--porcelain", folder=folder):
+            return folder / git("rev-parse", "--show-prefix")
+    remove_copy(folder)
+    git("worktree", "add", "--detach", "--force", str(folder), commit)
+    return folder / git("rev-parse", "--show-prefix")
+
+
+def remove_copy(folder):
+    """Remove a worktree that add_copy made. A folder that git does not know as one stays."""
+    if folder.is_dir():
+        try_git("worktree", "remove", "--force", "--force", str(folder))
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+class Side:
+    """
+    One of the two programs that are compared. name: "base" or "change"; program: its folder; words:
+    its flags of train.py; cache: its folder of prepared data; results: {seed: bits per byte}; wall:
+    seconds that its runs took; config: config.json of its latest run; steps: of its runs.
+    """
+
+    def __init__(self, name, program, words, folder, cache_folder):
+        self.name, self.program, self.words = name, program, words
+        self.folder, self.cache = folder, cache_folder
+        self.results, self.wall, self.steps, self.config = {}, [], [], {}
+
+    def call(self, words, output, limit=None):
+        """
+        Run Python with these words to its end; `output` gets what it prints. Raises Failed with its
+        last line if it fails, Interrupted after a signal.
+        """
+        with open(output, "wb") as f:
+            code, signals = run_program([sys.executable, *map(str, words)], None, limit, f)
+        if signals:
+            raise Interrupted(signals[0])
+        if code:
+            lines = Path(output).read_text(errors="replace").strip().splitlines() or ["no message"]
+            raise Failed(f"the {self.name} ended with code {code}: {one_line(lines[-1][-500:])}")
+
+    def train(self, number, more, limit):
+        """Train with a seed. limit: max seconds, None: none. Raises Failed, Interrupted."""
+        run, begin = self.folder / f"seed{number}", time.monotonic()
+        command = [self.program / "train.py", *self.words, *more, f"--seed={number}",
+                   f"--max_minutes={minutes}", f"--out_dir={run}", f"--cache={self.cache}"]
+        try:
+            self.call(command, run.with_suffix(".txt"), limit)
+        except Failed as e:
+            if limit and time.monotonic() - begin >= limit:
+                raise Failed(self.too_slow(limit)) from e
+            raise
+        took = time.monotonic() - begin
+        if limit and took >= limit:  # SIGTERM stopped it, after which it saved and ended well
+            raise Failed(self.too_slow(limit))
+        self.wall.append(took)
+        self.config = read_json(run / "config.json", MAX_JSON, {})
+        self.steps.append(read_json(run / "result.json", MAX_JSON, {}).get("iter", 0))
+        if not isinstance(self.config.get("dataset"), dict):
+            raise Failed(f"the {self.name} left no config.json with its data in {run}")
+
+    def too_slow(self, limit):
+        return (f"the {self.name} does not keep to the time: it was stopped after {limit:.0f} s, a "
+                f"training of {60 * minutes:g} s and what the base needs beside it")
+
+    def score(self, number, scorer, texts):
+        """Score the run of a seed by the base's code. Raises Failed, Interrupted."""
+        run, output = self.folder / f"seed{number}", self.folder / f"seed{number}.score.txt"
+        self.call([scorer, self.program, "model", run, texts], output)
+        found = parse_json(output.read_bytes().splitlines()[-1])
+        self.results[number] = found["bpb"]
+        return found
+
+
+def flags_for(program, flags):
+    """
+    Return flags with each preset that the program's folder has, too, replaced by the one there: a
+    preset is a part of what is tried.
+    """
+    words = []
+    for word in flags:
+        path = Path(word).absolute()
+        is_preset = word.endswith((".py", ".yaml", ".yml", ".json")) and path.is_relative_to(ROOT)
+        own = program / path.relative_to(ROOT) if is_preset else path
+        words.append(str(own) if is_preset and own.exists() else word)
+    return words
+
+
+def check_flags(flags, program):
+    """
+    Exit if a flag is none of train.py's, or one that an experiment sets. Return the typed settings.
+    """
+    known, typed = source_knobs(program / "train.py"), set()
+    for word, key, _ in options(flags, {name: value for name, (value, *_) in known.items()}):
+        if key is not None and key not in known:
+            fail(f"{word}: train.py has no setting {key!r}; {advice(key, known)}")
+        if key in OURS:
+            own = f"--{key}={{}}" if key in ("minutes", "seed", "seeds") else "no such flag"
+            fail(f"{word}: an experiment sets {key} of its runs; before the -- expected "
+                 f"{own.format('N')}")
+        typed.add(key)
+    return typed
+
+
+def link_cache(source, target):
+    """Make a cache with links to what `source` has prepared: what a change prepares stays apart."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if not path.name.startswith(".") and not path.name.endswith(".partial"):
+            if path.name != "experiments":
+                (target / path.name).symlink_to(path.absolute())
+
+
+def compare_runs(base_side, change_side, folder, more):
+    """Train and score both sides once per seed, in turns. Raises Failed, Interrupted."""
+    scorer = base_side.program / "engine/training/score.py"
+    if not scorer.exists():
+        raise Failed("the base has no engine/training/score.py; name a later commit with --base")
+    texts, lost = folder / "texts.jsonl", {}
+    for number in range(seed, seed + seeds):
+        # The side that begins changes with the seed, so that a machine that becomes slower or
+        # faster meanwhile favors none. The base is first of all: its data is then prepared.
+        sides = [base_side, change_side] if (number - seed) % 2 == 0 else [change_side, base_side]
+        for side in sides:
+            fixed, limit = [], None
+            if side is change_side:
+                fixed = [f"--{name}={base_side.config[name]}" for name in FIXED
+                         if HIDDEN not in str(base_side.config[name])]
+                limit = SLOWER[0] * max(base_side.wall) + SLOWER[1]
+                if not side.cache.exists():
+                    link_cache(base_side.cache, side.cache)
+            side.train(number, [*more, *fixed], limit)
+            if side is change_side:
+                refuse_other_text(base_side.config["dataset"], side.config["dataset"])
+            if not texts.exists():
+                side.call([scorer, side.program, "texts", side.folder / f"seed{number}", texts],
+                          folder / "texts.txt")
+            lost[side.name] = side.score(number, scorer, texts)["lost"]
+        print(f"seed {number}: base {base_side.results[number]:.4f}, change "
+              f"{change_side.results[number]:.4f} bits per byte", flush=True)
+        if lost["change"] > lost["base"]:
+            raise Failed(f"the change's vocabulary does not give back {lost['change']} of the "
+                         f"validation texts, the base's {lost['base']}")
+
+
+def refuse_other_text(before, now):
+    """Raise Failed if two prepared texts, described by their meta.json, are not the same."""
+    names = SAME_TEXT
+    if before.get("tokenizer_sha256") == now.get("tokenizer_sha256"):
+        names = (*SAME_TEXT, "fingerprint")
+    for name in names:
+        if before.get(name) != now.get(name):
+            raise Failed(f"the change trains on another text: {name} is {now.get(name)}, with the "
+                         f"base {before.get(name)}")
+
+
+# ---- the ledger ----------------------------------------------------------------------------------
+
+def read_ledger():
+    """Return the rows of the ledger; lines that are not rows are left out."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(ledger).read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict) and "decision" in row:
+                    rows.append(row)
+    return rows
+
+
+def append(row):
+    """Append a row to the ledger, as one write. Ends the program if the disk fails."""
+    try:
+        with open(ledger, "ab", buffering=0) as f:
+            f.write((dumps(row, allow_nan=False) + "\n").encode())
+        to_disk(ledger)
+    except OSError as e:
+        fail(f"--ledger={ledger}: cannot be written ({e.strerror}); the row was: {dumps(row)}")
+
+
+def show_ledger():
+    """Print the experiments as a table."""
+    rows = read_ledger()
+    if not rows:
+        fail(f'{ledger}: holds no experiments yet; begin with: python experiment.py "what I '
+             f'changed"')
+    table = [("n", "decision", "difference", "95 % interval", "seeds", "minutes", "base",
+              "what was changed")]
+    for row in rows:
+        interval = ""
+        if row.get("low") is not None:
+            interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+        difference = f"{row['difference']:+.4f}" if "difference" in row else ""
+        table.append((row.get("n", ""), row["decision"], difference, interval,
+                      len(row.get("seeds", ())), row.get("minutes", ""),
+                      str(row.get("base", ""))[:8], row.get("hypothesis", "")))
+    table = [[one_line(str(cell)) for cell in row] for row in table]
+    widths = [max(map(width, column)) for column in zip(*table)]
+    for row in table:
+        print("  ".join(map(pad, row, widths)).rstrip())
+    print("difference: of bits per byte, change minus base; less is better")
+
+
+def diff_of(base_commit, change_commit):
+    """Return the diff as `git apply` takes it, with secrets hidden, cut after MAX_DIFF."""
+    text = git("diff", "--no-color", "--no-ext-diff", "--no-textconv", base_commit, change_commit)
+    text = redact(text.encode(errors="surrogateescape").decode(errors="replace"))
+    cut = f"\n... ({len(text):,} characters)" if len(text) > MAX_DIFF else "\n"
+    return text[:MAX_DIFF] + cut
+
+
+# ---- an experiment -------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def alone(folder):
+    """Refuse a second experiment meanwhile: it would take time from the runs of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail("another experiment is running; wait for it: both would have less of the machine")
+        yield
+
+
+def next_folder():
+    """Make and return the folder of the next experiment, and its number."""
+    parent = Path(out_dir).absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    numbers = [int(path.name) for path in parent.iterdir() if path.name.isdecimal()]
+    numbers += [row["n"] for row in read_ledger() if type(row.get("n")) is int]
+    number = max(numbers, default=0) + 1
+    folder = parent / str(number)
+    for name in "base", "change":
+        (folder / name).mkdir(parents=True)
+    return folder, number
+
+
+def try_change(hypothesis, flags):
+    """Run an experiment and append its row to the ledger. Return the row."""
+    copies = Path(cache).absolute() / "experiments"
+    base_commit = commit_of(base)
+    with alone(copies):
+        for leftover in copies.glob("change-*"):  # of an experiment that was killed
+            remove_copy(leftover)
+            if leftover.suffix == ".cache":
+                shutil.rmtree(leftover, ignore_errors=True)
+        for other in copies.glob("base-*"):
+            if other.name != f"base-{base_commit[:12]}":
+                remove_copy(other)
+        base_program = add_copy(base_commit, copies / f"base-{base_commit[:12]}")
+        typed = check_flags(flags, base_program)
+        change_commit = snapshot(f"experiment: {hypothesis}")
+        diff = diff_of(base_commit, change_commit)
+        if not diff.strip():
+            fail(f"the working tree is the same as {base}: nothing to compare; --base names "
+                 f"another commit")
+        folder, number = next_folder()
+        copy = copies / f"change-{number}"
+        row = {"n": number, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+               "hypothesis": redact(hypothesis), "base": base_commit, "head": commit_of("HEAD"),
+               "diff": diff, "command": shlex.join(["train.py", *redact(flags)]),
+               "minutes": minutes, "seeds": list(range(seed, seed + seeds)),
+               "out_dir": os.path.relpath(folder)}
+        try:
+            change_program = add_copy(change_commit, copy)
+            sides = [Side("base", base_program, flags_for(base_program, flags), folder / "base",
+                          Path(cache).absolute()),
+                     Side("change", change_program, flags_for(change_program, flags),
+                          folder / "change", copies / f"change-{number}.cache")]
+            row |= measured(sides, folder, [] if "max_iters" in typed else [
+                f"--max_iters={NO_LIMIT}"])
+        finally:
+            remove_copy(copy)
+            shutil.rmtree(copies / f"change-{number}.cache", ignore_errors=True)
+        append(row)
+    return row
+
+
+def measured(sides, folder, more):
+    """Return the entries of a row that come from the runs, whatever happens to them."""
+    found = {}
+    try:
+        compare_runs(*sides, folder, more)
+        results = [side.results for side in sides]
+        verdict = judge(*results)
+        is_better = verdict.distinguishable and verdict.difference < 0
+        found = {name: value if value == value else None  # NaN, of a single seed
+                 for name, value in verdict._asdict().items()
+                 if name in ("difference", "low", "high", "p")}
+        found |= {"decision": "keep" if is_better else "discard",
+                  "why": sentence(verdict, "the base", "the change", unit="bits per byte")
+                  + busy(sides)}
+    except Failed as e:
+        found = {"decision": "failed", "why": redact(str(e))}
+    except (Interrupted, KeyboardInterrupt) as e:
+        number = int(e.args[0]) if e.args else int(signal.SIGINT)
+        found = {"decision": "interrupted", "why": f"stopped by {signal.Signals(number).name}",
+                 "signal": number}
+    for side in sides:
+        found[f"{side.name}_bpb"] = list(side.results.values())
+        found[f"{side.name}_steps"] = side.steps
+        found[f"{side.name}_seconds"] = [round(seconds, 1) for seconds in side.wall]
+    return found
+
+
+def busy(sides):
+    """Return a note for a verdict if runs of a side took much more steps than others; else ""."""
+    for side in sides:
+        low, high = min(side.steps), max(side.steps)
+        if high > BUSY * low:
+            return f"; the machine was busy: the {side.name} took {low:,} to {high:,} steps"
+    return ""
+
+
+def main(hypothesis, flags):
+    if not 0 < minutes <= 1e6:
+        fail(f"--minutes={minutes}: expected the training time of a run, such as 1")
+    if seeds < 2:
+        fail(f"--seeds={seeds}: expected at least 2, as a single one shows no noise")
+    row = try_change(hypothesis, flags)
+    print(f"{row['decision']}: {one_line(row['why'])}")
+    if json:
+        print(dumps(row, allow_nan=False))
+    if row["decision"] == "interrupted":
+        return 128 + row["signal"]
+    return int(row["decision"] == "failed")
+
+
+if __name__ == "__main__":
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    words = []
+    config = configure(globals(), positional=words, argv=sys.argv[1:split])
+    if len(words) > 1:
+        fail(f"{' and '.join(words)}: expected one hypothesis, in quotes")
+    if not words and (sys.argv[split + 1:] or config.given.keys() - {"ledger"}):
+        fail('expected what was changed, as in: python experiment.py "a larger batch"')
+    outlast("stdout")  # the experiment goes on if stdout fails: its result is in the ledger
+    if not words:
+        show_ledger()
+        sys.exit(0)
+    sys.exit(main(words[0], sys.argv[split + 1:]))
