@@ -5,8 +5,8 @@ from configurator import fail
 from engine.text import questions
 
 CONVERSATIONS = 30_000
-# Raise this when engine/text/questions.py changes its conversations. The name of the cached file has
-# a hash of this file, so the conversations are then written again.
+# Raise this when engine/text/questions.py changes its conversations. The cached file's name has a
+# hash of this file, so the conversations are then written again.
 VERSION = 2
 
 
