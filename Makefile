@@ -33,7 +33,7 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --data=my.txt            your own text"
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
-chat: .venv/demo run out/demo/model.gguf ## teach the demo's model to answer questions about stories (3 to 4 minutes), and ask it one
+chat: .venv/demo run out/demo/model.gguf ## teach the demo's model to answer questions about stories (three minutes), and ask it one
 	$(VENV) train.py config/chat_short.py --wandb_log=True
 	$(VENV) train.py config/chat.py --wandb_log=True
 	$(VENV) evaluate.py out/chat --conversations=questions --wandb_log=True
