@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from engine.text import stories
 
 TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-PER_TEXT = 4  # max questions about a short text in a conversation to train on
+PER_TEXT = 4  # max questions in a conversation to train on
 LEARNED_LAST = "how many", "when"  # kinds: stories have several numbers and times to confuse
 # The rules of sentences that questions are asked about without the rest of the story.
 SENTENCES = "opening", "likes", "companion", "pal", "outing", "scene", "looks"
@@ -142,9 +142,9 @@ def training(count, short=False):
     if `short`, are one to three sentences of a story, where an answer is found sooner. They are
     followed by up to PER_TEXT questions, those of the kinds in LEARNED_LAST before others.
 
-    The other texts are whole stories with one question each: with more, most would stand far from
-    the story, and a small model learns less from those. A quarter of these questions is about the
-    plot, which short texts lack. (doc/lab/chat.md)
+    The other texts are whole stories. Only an eighth of them has up to PER_TEXT questions: most of
+    these stand far from the story, and a small model learns less from them. The others have one, in
+    a quarter of all about the plot, which short texts lack. (doc/lab/chat.md)
     """
     number = 0
     while count:
@@ -158,9 +158,11 @@ def training(count, short=False):
             asked = known[:PER_TEXT]
             rng.shuffle(asked)
         else:
-            known = known_questions(facts, rng)
-            plot = known_questions(facts, rng, ["plot"]) if number % 8 == 0 else []
-            asked = (plot or known)[:1]  # both are in random order
+            whole = number // 2  # whole stories so far
+            known = known_questions(facts, rng)  # in random order
+            if whole % 4 == 0:
+                known = known_questions(facts, rng, ["plot"]) or known
+            asked = known[:PER_TEXT if whole % 8 == 1 else 1]
         number += 1
         if asked:
             yield conversation(story, asked)
