@@ -5,11 +5,11 @@ Try a change of the program: is what it gains more than the noise of the seeds?
     python experiment.py "the same" --minutes=2 -- --data=my.txt    flags of train.py after --
     python experiment.py                                            the experiments so far
 
-The same training, --minutes long, runs with the base commit and with the working tree, in turns,
-once per seed. Each run's best model is scored in bits per byte of the base's validation text, by
-the base's code (engine/training/score.py). The change is kept if the difference is larger than the
-seeds' noise (engine/verdict.py). A line of JSON in the ledger says what was tried and what came of
-it: commit, diff, results, "keep", "discard", "failed" or "interrupted".
+The same training, --minutes or --steps long, runs with the base commit and with the working tree,
+in turns, once per seed. Each run's best model is scored in bits per byte of the base's validation
+text, by the base's code (engine/training/score.py). The change is kept if the difference is larger
+than the seeds' noise (engine/verdict.py). A line of JSON in the ledger says what was tried and what
+came of it: commit, diff, results, "keep", "discard", "failed" or "interrupted".
 
 The change runs from a copy: the working tree and git's index stay as they are, and what you edit
 meanwhile belongs to the next experiment. The text, the time and the settings after -- are the
@@ -40,6 +40,8 @@ from engine.verdict import judge, sentence
 
 base = "HEAD"       # commit to compare with
 minutes = 1.0       # training time of each run
+steps = 0           # train so many steps instead of so many minutes, as on a machine that other
+                    # programs use, too; 0: by time
 seeds = 3           # runs of the base, and of the change
 seed = 1337         # the first of the seeds
 ledger = "experiments.jsonl"  # file that gets a line for each experiment
@@ -49,13 +51,16 @@ json = False        # print the new line of the ledger as the last line
 
 ROOT = Path(__file__).resolve().parent
 # Settings of train.py that an experiment gives to its runs.
-OURS = {"out_dir", "cache", "seed", "seeds", "minutes", "max_minutes", "json", "eval_only",
-        "supervise", "dry_run", "overfit", "lr_find", "profile"}
+OURS = {"out_dir", "cache", "seed", "seeds", "minutes", "max_minutes", "max_iters", "json",
+        "eval_only", "supervise", "dry_run", "overfit", "lr_find", "profile"}
+OWN_FLAGS = {"seed": "seed", "seeds": "seeds", "minutes": "minutes", "max_minutes": "minutes",
+             "max_iters": "steps"}  # what to give to an experiment instead
 FIXED = ("data", "val_fraction", "column", "max_text_bytes")  # the change gets the base's values
 NO_LIMIT = 10 ** 9  # steps; the time ends the runs
 # What must be the same in both prepared texts, whatever their vocabularies.
 SAME_TEXT = ("train_bytes", "val_bytes", "train_documents", "val_documents")
 SLOWER = 1.1, 10    # a run may take so many times as long as the base's, and so many seconds more
+SLOWER_STEPS = 3, 30  # the same for runs of the same number of steps
 BUSY = 1.2          # a machine is busy if runs of the same time have so many times as many steps
 MAX_DIFF = 200_000  # characters of a diff in the ledger
 MAX_FILE = 1 << 20  # bytes of an untracked file that is tried too; a larger one may be data
@@ -173,10 +178,16 @@ class Side:
             raise Failed(f"the {self.name} ended with code {code}: {one_line(lines[-1][-500:])}")
 
     def train(self, number, more, limit):
-        """Train with a seed. limit: max seconds, None: none. Raises Failed, Interrupted."""
+        """
+        Train with a seed and with these flags besides those of the command. limit: max seconds,
+        None: none. Raises Failed, Interrupted.
+        """
         run, begin = self.folder / f"seed{number}", time.monotonic()
-        command = [self.program / "train.py", *self.words, *more, f"--seed={number}",
-                   f"--max_minutes={minutes}", f"--out_dir={run}", f"--cache={self.cache}"]
+        length = [f"--max_minutes={minutes}", f"--max_iters={NO_LIMIT}"]
+        if steps:
+            length = [f"--max_iters={steps}"]
+        command = [self.program / "train.py", *self.words, *length, *more, f"--seed={number}",
+                   f"--out_dir={run}", f"--cache={self.cache}"]
         try:
             self.call(command, run.with_suffix(".txt"), limit)
         except Failed as e:
@@ -193,8 +204,8 @@ class Side:
             raise Failed(f"the {self.name} left no config.json with its data in {run}")
 
     def too_slow(self, limit):
-        return (f"the {self.name} does not keep to the time: it was stopped after {limit:.0f} s, a "
-                f"training of {60 * minutes:g} s and what the base needs beside it")
+        return (f"the {self.name} does not keep to the time: it was stopped after {limit:.0f} s, "
+                f"where the base takes {(limit - slower()[1]) / slower()[0]:.0f} s")
 
     def score(self, number, scorer, texts):
         """Score the run of a seed by the base's code. Raises Failed, Interrupted."""
@@ -220,19 +231,14 @@ def flags_for(program, flags):
 
 
 def check_flags(flags, program):
-    """
-    Exit if a flag is none of train.py's, or one that an experiment sets. Return the typed settings.
-    """
-    known, typed = source_knobs(program / "train.py"), set()
+    """Exit if a flag is none of train.py's, or one that an experiment sets."""
+    known = source_knobs(program / "train.py")
     for word, key, _ in options(flags, {name: value for name, (value, *_) in known.items()}):
         if key is not None and key not in known:
             fail(f"{word}: train.py has no setting {key!r}; {advice(key, known)}")
         if key in OURS:
-            own = f"--{key}={{}}" if key in ("minutes", "seed", "seeds") else "no such flag"
-            fail(f"{word}: an experiment sets {key} of its runs; before the -- expected "
-                 f"{own.format('N')}")
-        typed.add(key)
-    return typed
+            own = f"; before the -- expected --{OWN_FLAGS[key]}=N" if key in OWN_FLAGS else ""
+            fail(f"{word}: an experiment sets {key} of its runs{own}")
 
 
 def link_cache(source, target):
@@ -244,7 +250,12 @@ def link_cache(source, target):
                 (target / path.name).symlink_to(path.absolute())
 
 
-def compare_runs(base_side, change_side, folder, more):
+def slower():
+    """Return (factor, seconds) by which a run of the change may take longer than the base's."""
+    return SLOWER_STEPS if steps else SLOWER
+
+
+def compare_runs(base_side, change_side, folder):
     """Train and score both sides once per seed, in turns. Raises Failed, Interrupted."""
     scorer = base_side.program / "engine/training/score.py"
     if not scorer.exists():
@@ -259,10 +270,10 @@ def compare_runs(base_side, change_side, folder, more):
             if side is change_side:
                 fixed = [f"--{name}={base_side.config[name]}" for name in FIXED
                          if HIDDEN not in str(base_side.config[name])]
-                limit = SLOWER[0] * max(base_side.wall) + SLOWER[1]
+                limit = slower()[0] * max(base_side.wall) + slower()[1]
                 if not side.cache.exists():
                     link_cache(base_side.cache, side.cache)
-            side.train(number, [*more, *fixed], limit)
+            side.train(number, fixed, limit)
             if side is change_side:
                 refuse_other_text(base_side.config["dataset"], side.config["dataset"])
             if not texts.exists():
@@ -317,16 +328,17 @@ def show_ledger():
     if not rows:
         fail(f'{ledger}: holds no experiments yet; begin with: python experiment.py "what I '
              f'changed"')
-    table = [("n", "decision", "difference", "95 % interval", "seeds", "minutes", "base",
+    table = [("n", "decision", "difference", "95 % interval", "seeds", "length", "base",
               "what was changed")]
     for row in rows:
         interval = ""
         if row.get("low") is not None:
             interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
         difference = f"{row['difference']:+.4f}" if "difference" in row else ""
+        length = f"{row['steps']} steps" if row.get("steps") else f"{row.get('minutes')} min"
         table.append((row.get("n", ""), row["decision"], difference, interval,
-                      len(row.get("seeds", ())), row.get("minutes", ""),
-                      str(row.get("base", ""))[:8], row.get("hypothesis", "")))
+                      len(row.get("seeds", ())), length, str(row.get("base", ""))[:8],
+                      row.get("hypothesis", "")))
     table = [[one_line(str(cell)) for cell in row] for row in table]
     widths = [max(map(width, column)) for column in zip(*table)]
     for row in table:
@@ -382,7 +394,7 @@ def try_change(hypothesis, flags):
             if other.name != f"base-{base_commit[:12]}":
                 remove_copy(other)
         base_program = add_copy(base_commit, copies / f"base-{base_commit[:12]}")
-        typed = check_flags(flags, base_program)
+        check_flags(flags, base_program)
         change_commit = snapshot(f"experiment: {hypothesis}")
         diff = diff_of(base_commit, change_commit)
         if not diff.strip():
@@ -393,16 +405,15 @@ def try_change(hypothesis, flags):
         row = {"n": number, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
                "hypothesis": redact(hypothesis), "base": base_commit, "head": commit_of("HEAD"),
                "diff": diff, "command": shlex.join(["train.py", *redact(flags)]),
-               "minutes": minutes, "seeds": list(range(seed, seed + seeds)),
-               "out_dir": os.path.relpath(folder)}
+               "minutes": None if steps else minutes, "steps": steps or None,
+               "seeds": list(range(seed, seed + seeds)), "out_dir": os.path.relpath(folder)}
         try:
             change_program = add_copy(change_commit, copy)
             sides = [Side("base", base_program, flags_for(base_program, flags), folder / "base",
                           Path(cache).absolute()),
                      Side("change", change_program, flags_for(change_program, flags),
                           folder / "change", copies / f"change-{number}.cache")]
-            row |= measured(sides, folder, [] if "max_iters" in typed else [
-                f"--max_iters={NO_LIMIT}"])
+            row |= measured(sides, folder)
         finally:
             remove_copy(copy)
             shutil.rmtree(copies / f"change-{number}.cache", ignore_errors=True)
@@ -410,11 +421,11 @@ def try_change(hypothesis, flags):
     return row
 
 
-def measured(sides, folder, more):
+def measured(sides, folder):
     """Return the entries of a row that come from the runs, whatever happens to them."""
     found = {}
     try:
-        compare_runs(*sides, folder, more)
+        compare_runs(*sides, folder)
         results = [side.results for side in sides]
         verdict = judge(*results)
         is_better = verdict.distinguishable and verdict.difference < 0
@@ -449,6 +460,8 @@ def busy(sides):
 def main(hypothesis, flags):
     if not 0 < minutes <= 1e6:
         fail(f"--minutes={minutes}: expected the training time of a run, such as 1")
+    if steps < 0:
+        fail(f"--steps={steps}: expected a number of steps, or 0")
     if seeds < 2:
         fail(f"--seeds={seeds}: expected at least 2, as a single one shows no noise")
     row = try_change(hypothesis, flags)

@@ -158,10 +158,10 @@ def test_a_change_is_kept_if_it_is_better_than_the_noise_and_all_stays_as_it_was
     repository.edit("gain = -0.1", "gain = 0.0  # nothing")
     repository.edit('data = "stories"', 'data = "easier"')
     repository.edit("dim = 32", "dim = 16", "config/preset.py")
-    row, out = repository.try_change("nothing", "--seeds=2", "--seed=7", "--", "config/preset.py", "--max_iters=5")
+    row, out = repository.try_change("nothing", "--seeds=2", "--seed=7", "--steps=5", "--", "config/preset.py")
     assert row["decision"] == "discard" and "not distinguishable" in row["why"] and row["seeds"] == [7, 8]
     assert (row["base_steps"], row["change_steps"]) == ([32] * 2, [16] * 2)  # the preset is a part of what is tried
-    assert (repository.folder / "out/experiments/3/change/seed8.txt").read_text() == "trained stories 1.0 5\n"
+    assert (repository.folder / "out/experiments/3/change/seed8.txt").read_text() == "trained stories 0.0 5\n"
     assert not (repository.folder / "cache/prepared-easier").exists()
 
     table = repository.start()
@@ -234,7 +234,8 @@ def test_what_cannot_be_tried_is_one_line(repository, tmp_path):
     assert "holds no experiments yet" in repository.refuse()
     assert "--base=nowhere: no such commit" in repository.refuse("x", "--base=nowhere")
     assert "--seeds=1: expected at least 2" in repository.refuse("x", "--seeds=1")
-    assert "--seed=3: an experiment sets seed of its runs; before the -- expected --seed=N" in repository.refuse("x", "--", "--seed=3")
+    assert "--max_iters=3: an experiment sets max_iters of its runs; before the -- expected --steps=N" in repository.refuse(
+        "x", "--", "--max_iters=3")
     assert "--max_iter=3: train.py has no setting 'max_iter'; did you mean 'max_iters'?" in repository.refuse("x", "--", "--max_iter=3")
     repository.git("rm", "-q", "--cached", "README.md")
     (repository.folder / "README.md").unlink()
