@@ -487,6 +487,7 @@ def test_callbacks_see_progress_and_stop_calls(models):
 def test_ctrl_c_stops_a_call_whenever_it_comes(tmp_path, library, monkeypatch):
     """None is lost in a callback, where Python could only print it; another handler than Python's is called once."""
     lost, told = [], []
+    before_all = signal.signal(signal.SIGINT, signal.default_int_handler)  # a training of another test may have left its own
     monkeypatch.setattr(sys, "unraisablehook", lambda details: lost.append(f"{details.exc_value!r} in {details.object!r}"))
     Model(seq=1024).write_gguf(tmp_path / "m.gguf")
     engine = llamac.Engine(llamac.Model(tmp_path / "m.gguf"), abort=lambda: False)
@@ -518,3 +519,4 @@ def test_ctrl_c_stops_a_call_whenever_it_comes(tmp_path, library, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llamac.Engine(engine.model, progress=lambda share: os.kill(os.getpid(), signal.SIGINT))
     assert not lost
+    signal.signal(signal.SIGINT, before_all)

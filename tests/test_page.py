@@ -904,7 +904,7 @@ def test_pipes_devices_and_link_loops_do_not_block_the_page(tmp_path):
     assert page.ask("/api/csv?metric=loss/train")[0] == 200 and time.monotonic() - since < usual(20)
     out, err = page.end()
     assert "Traceback" not in err
-    done = subprocess.run([sys.executable, ROOT / "compare.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, ROOT / "compare.py", "--single"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "\nout/plain " in done.stdout and "Traceback" not in done.stderr
     assert "skipped out/config.json pipe: not a run (config.json: not a regular file)" in done.stderr
     assert "skipped out/log.jsonl device: not a run (not a regular file)" in done.stderr
