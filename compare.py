@@ -247,7 +247,7 @@ class Group(NamedTuple):
 
 def group_key(run):
     """Return what the runs of a group have in common: all settings but the seed."""
-    if run.is_foreign and run.seed is None:  # its log does not show what else may have changed
+    if run.is_foreign and run.seed is None:
         return str(run.folder)
     settings, ignored = settings_of(run), incidental([run])
     if run.is_foreign:
@@ -274,7 +274,9 @@ def group_name(members, others):
 def groups_of(found, group="", single=False):
     """
     Return the Groups of runs: those that differ in the seed alone, or those with the same value of
-    the setting `group`, or single runs. Raises ValueError if no run has this setting.
+    the setting `group`, or single runs. Runs of another program are a group only if each has a seed
+    of its own: if nothing differs, something has changed that their logs do not show. Raises
+    ValueError if no run has the setting `group`.
     """
     if single:
         return [Group(run.name, [run]) for run in found]
@@ -289,9 +291,12 @@ def groups_of(found, group="", single=False):
         return [Group(f"{group}={value} ({len(some)})", some) for value, some in members.items()]
     named = []
     for some in members.values():
-        others = [run for run in found if run not in some]
-        name = some[0].name if len(some) == 1 else group_name(some, others)
-        named.append(Group(name, some))
+        is_repeated = len({run.seed for run in some}) < len(some)
+        if len(some) == 1 or some[0].is_foreign and is_repeated:
+            named += [Group(run.name, [run]) for run in some]
+        else:
+            others = [run for run in found if run not in some]
+            named.append(Group(group_name(some, others), some))
     return named
 
 

@@ -104,13 +104,17 @@ def band(lines, points=200):
     """
     Return (x, mean, min, max) of several lines [(x, y)]: four arrays. x covers only the range that
     all lines share, since the mean would jump where one of them begins or ends. To keep this range
-    long, lines that end before half of the longest are left out.
+    long, lines that end before half of the longest are left out. x are the lines' own points, or
+    `points` evenly spaced ones if those are more.
     """
     lines = [line for line in lines if len(line[0])]
     end = max((x[-1] for x, _ in lines), default=0)
     lines = [(x, y) for x, y in lines if x[-1] >= end / 2]
     low, high = max((x[0] for x, _ in lines), default=0), min((x[-1] for x, _ in lines), default=-1)
-    x = np.linspace(low, high, points if low <= high else 0)
+    x = np.unique(np.concatenate([x for x, _ in lines] or [np.zeros(0)]))
+    x = x[(low <= x) & (x <= high)]
+    if len(x) > points:
+        x = np.linspace(low, high, points)
     ys = np.array([np.interp(x, *line) for line in lines] or [x])
     return x, ys.mean(0), ys.min(0), ys.max(0)
 
@@ -119,8 +123,8 @@ def band(lines, points=200):
 
 def panel(figure, index, low, high):
     """
-    Return one of the charts as SVG, WIDTH x HEIGHT pixels from LEFTS[index] on. Curves are drawn
-    with dots if they have no band.
+    Return one of the charts as SVG, WIDTH x HEIGHT pixels from LEFTS[index] on. A strong curve has
+    a band, or dots if it is of a single run.
     """
     left, right = LEFTS[index], 0.0
     for curve in figure.curves:
@@ -158,12 +162,13 @@ def panel(figure, index, low, high):
         dashes = f' stroke-dasharray="{DASHES[dash]}"' if dash else ""
         for lines, weight in ((curve.pale, 'opacity="0.4"'), (curve.main, 'stroke-width="1.8"')):
             for x, y, *edges in lines[index:index + 1]:
-                if edges:
+                is_main = lines is curve.main
+                if edges and is_main:
                     around = points(np.append(x, x[::-1]), np.append(edges[0], edges[1][::-1]))
                     parts.append(f'<polygon points="{around}" fill="{color}" opacity="0.15"/>')
                 parts.append(f'<polyline points="{points(x, y)}" fill="none" stroke="{color}" '
                              f'{weight}{dashes}/>')
-                if not edges and lines is curve.main:
+                if is_main and not edges:
                     parts += [f'<circle cx="{pixel_x(a)}" cy="{pixel_y(b)}" r="2.5" '
                               f'fill="{color}"/>' for a, b in zip(x, y)]
     return "".join(parts)

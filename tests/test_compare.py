@@ -172,11 +172,13 @@ def test_a_groups_mean_stands_where_all_its_runs_have_values(folders):
     assert x[0] == 0 and x[-1] == 60 and mean == pytest.approx(3 * x + 1) and low == pytest.approx(x + 1)
     assert high == pytest.approx(6 * x + 1) and [len(part) for part in program.band([])] == [0, 0, 0, 0]
     assert [len(part) for part in program.band([([1, 2], [1, 1]), ([3, 4], [1, 1])])] == [0, 0, 0, 0]  # they never stand together
+    assert program.band([([0, 2, 4], [1, 3, 5]), ([0, 3, 4], [1, 1, 1])])[0].tolist() == [0, 2, 3, 4]  # their own points
+    assert program.band([(np.arange(999), np.arange(999))])[0].tolist() == np.linspace(0, 998, 200).tolist()
     (folders / "b16/config.json").write_text(json.dumps({"batch_size": 4, "dim": 32}))
     assert compare(folders, "b2", "b4", "b16", "--plot=c.svg", "--group=batch_size").returncode == 0
     svg = xml.dom.minidom.parse(str(folders / "c.svg"))
     assert len(svg.getElementsByTagName("polyline")) == 2 * 2 * 2
-    assert len(svg.getElementsByTagName("polygon")) == 2 * 2 and len(svg.getElementsByTagName("circle")) == 2 * 3  # a single run has dots
+    assert len(svg.getElementsByTagName("polygon")) == 2 and len(svg.getElementsByTagName("circle")) == 2 * 3  # a single run has dots
     assert {"batch_size=2 (1)", "batch_size=4 (2)"} <= {t.firstChild.data for t in svg.getElementsByTagName("text")}
 
 
@@ -386,14 +388,15 @@ def test_changed_programs_texts_and_time_budgets_are_told_apart(tmp_path):
 
 
 def test_foreign_runs_are_repetitions_only_if_they_have_seeds(tmp_path):
-    for n in 1, 2, 3, 4:
-        out = tmp_path / f"out/{'seeded' if n < 3 else 'program'}{n}"
+    for n in range(1, 7):
+        name, config = [("seeded", {"lr": 0.1, "random_seed": n}), ("program", {"command": ["./program"]}), ("same", {"seed": 1})][(n - 1) // 2]
+        out = tmp_path / f"out/{name}{n}"
         out.mkdir(parents=True)
-        (out / "config.json").write_text(json.dumps({"lr": 0.1, "random_seed": n} if n < 3 else {"command": ["python", "train.py"]}))
+        (out / "config.json").write_text(json.dumps(config))
         (out / "log.jsonl").write_text(f'{{"iter": 5, "acc": 0.{n}, "time": 1}}\n')
     rows = table_in(tmp_path, "--csv")  # of a metric whose large values are good
-    assert [(row["run"], row["n"], row["best acc"]) for row in rows] == [("out/program4", "1", "0.4"), ("out/program3", "1", "0.3"),
-                                                                         ("out/seeded", "2", "0.2")]
+    assert [(row["run"], row["n"], row["best acc"]) for row in rows] == [
+        ("out/same6", "1", "0.6"), ("out/same5", "1", "0.5"), ("out/program4", "1", "0.4"), ("out/program3", "1", "0.3"), ("out/seeded", "2", "0.2")]
 
 
 def test_a_verdict_names_the_difference_its_interval_and_the_settings(seeds):
