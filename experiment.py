@@ -60,7 +60,7 @@ NO_LIMIT = 10 ** 9  # steps; the time ends the runs
 # What must be the same in both prepared texts, whatever their vocabularies.
 SAME_TEXT = ("train_bytes", "val_bytes", "train_documents", "val_documents")
 SLOWER = 1.1, 10    # a run may take so many times as long as the base's, and so many seconds more
-SLOWER_STEPS = 3, 30  # the same for runs of the same number of steps
+SLOWER_STEPS = 10, 60  # the same for runs of the same number of steps
 BUSY = 1.2          # a machine is busy if runs of the same time have so many times as many steps
 MAX_DIFF = 200_000  # characters of a diff in the ledger
 MAX_FILE = 1 << 20  # bytes of an untracked file that is tried too; a larger one may be data
