@@ -37,6 +37,7 @@ NOT_RUN = {  # commands of which this is true are only read
     r"--conversations=questions": "asks 500 questions, to which a model of two steps gives the longest answers",
     r"--lr_find": "trains 500 steps; tests/test_modes.py has fewer",
     r"^bench/(?!curves)": "measures for minutes, partly other programs",
+    r"^experiment\.py": "trains six times for a minute; tests/test_experiment.py tries changes",
     r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
 }
 PROGRAMS = r"(python|make|torchrun|srun|for|cat|train|source|wandb|git|pip|\.venv/|\./)[ /(a-z]"
@@ -85,7 +86,11 @@ def read_only(argv):
         from torch.distributed.run import get_args_parser
         args = get_args_parser().parse_args(argv[2:])
         argv = [args.training_script, *args.training_script_args]
+    if "--" in argv and argv[0] == "experiment.py":  # behind it, settings of train.py
+        read_only(["train.py", *argv[argv.index("--") + 1:]])
+        argv = argv[:argv.index("--")]
     knobs = configurator.source_knobs(ROOT / argv[0])
+    argv = [word for word in argv if not word.endswith("/config.json")]  # of a run that is not here
     if argv[0] != "track.py":
         configurator.configure({"__file__": str(ROOT / argv[0])} | {name: knob[0] for name, knob in knobs.items()},
                                "data" if argv[0] == "train.py" else [], argv[1:])
