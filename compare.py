@@ -18,6 +18,7 @@ import html
 import math
 import os
 import re
+import shlex
 import sys
 from csv import writer
 from json import dumps
@@ -33,6 +34,7 @@ from engine.charts import band, thin
 from engine.streams import one_line, pad, width
 from engine.tracking.runs import (LOSSES, SEEDS, X, Run, canonical, encodable, is_finite, read_run,
                                   run_folders, tame)
+from engine.untrusted import MAX_SETTINGS, read_json
 from engine.verdict import judge, sentence
 
 __all__ = ["LOSSES", "RESULTS", "Run", "X", "band", "chart", "differences", "encodable", "page",
@@ -64,8 +66,8 @@ NOT_SETTINGS = ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "wand
                 "seeds", "parallel", "json", "data_files", "peak_tflops", "peak_flops", "mfu_basis",
                 "n_params", "n_trained", "flops_per_token", "git_changed")
 VERSION = ("git_commit", "diff")  # of the program
-# Settings that follow from the measured speed if the time budget is set.
-FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "eval_iters")
+# Settings that a time budget derives from the measured speed, unless the command gives them.
+FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "eval_iters", "dropout", "weight_decay")
 NAMES = {  # {metric: (name, unit)}
     "loss/val": ("validation loss", "nats per token"),
     "loss/train": ("training loss", "nats per token"),
@@ -79,7 +81,7 @@ SMALL_IS_GOOD = re.compile(r"loss|bpb|perplexity|ppl|nll|error|rmse|minutes|iter
 LARGE_IS_GOOD = re.compile("acc|f1|precision|recall|bleu|rouge|reward|auc|per_sec|mfu|eval/pairs")
 PAGE = Path(__file__).with_name("page") / "saved.html"  # template of --plot=runs.html
 PLOTS = (".html", ".svg", ".png", ".pdf")
-MAX_SETTINGS = 100  # columns of settings; those that most runs have are kept
+MAX_COLUMNS = 100   # of settings; those that most runs have are kept
 MAX_CELL = 100      # characters of a cell of the table
 
 
@@ -123,7 +125,7 @@ def differences(found):
     """
     Return the names of the settings in which runs of train.py differ, and of those in which other
     runs differ that have them: a run of another program need not have the same. At most
-    MAX_SETTINGS.
+    MAX_COLUMNS.
     """
     names, own, foreign = {}, [], []  # names as keys, in the order of the runs' settings
     for run in found:
@@ -137,17 +139,30 @@ def differences(found):
         return max(len(values), len(others)) > 1
 
     differing = [name for name in names if differ(name)]
-    if len(differing) > MAX_SETTINGS:
+    if len(differing) > MAX_COLUMNS:
         by_runs = sorted(differing, key=lambda name: -sum(name in run.config for run in found))
-        kept = set(by_runs[:MAX_SETTINGS])
+        kept = set(by_runs[:MAX_COLUMNS])
         differing = [name for name in differing if name in kept]
     return differing
 
 
+def from_speed(run):
+    """Return the names of the settings that a run's time budget derived from the measured speed."""
+    if run.is_foreign or not run.config.get("minutes"):
+        return set()
+    try:
+        words = shlex.split(read_json(run.folder / "result.json", MAX_SETTINGS, {})["command"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # unknown: none
+        return set()
+    files = [word for word in words if word.endswith((".py", ".yaml", ".json"))
+             and not word.endswith("train.py") and not word.startswith("-")]
+    given = {word.removeprefix("--").partition("=")[0] for word in words}
+    return set() if files else {*FROM_SPEED} - given
+
+
 def incidental(found):
     """Return the names of settings in which runs of the same experiment may differ."""
-    have_budget = all(not run.is_foreign and run.config.get("minutes") for run in found)
-    return {*SEEDS, *(FROM_SPEED if have_budget else ())}
+    return {*SEEDS} | set.intersection(*map(from_speed, found))
 
 
 def vocabulary(run):
@@ -198,7 +213,7 @@ class Group(NamedTuple):
     runs: list
 
     def results(self):
-        """Return {column: value}; of several runs the mean."""
+        """Return {column: value}; of several runs the mean, of counts to the nearest integer."""
         results = [run.results() for run in self.runs]
         if len(results) == 1:
             return results[0]
@@ -206,7 +221,8 @@ class Group(NamedTuple):
         for name in set().union(*results):
             values = [result[name] for result in results if is_finite(result.get(name))]
             if values:
-                found[name] = values[0] if len(set(values)) == 1 else float(np.mean(values))
+                is_count = all(type(value) is int for value in values)
+                found[name] = round(np.mean(values)) if is_count else float(np.mean(values))
         return found
 
     def summary(self, metric):

@@ -294,7 +294,7 @@ def test_a_run_of_thousands_of_settings_leaves_those_of_all_runs_in_the_table():
     for n, run in enumerate(found):
         run.config = {f"odd{k}": k + n for k in range(1000 * (n < 2))} | {"dim": n, "seed": 7, "batch_size": n}
     columns = program.differences(found)
-    assert len(columns) == program.MAX_SETTINGS and columns[-2:] == ["dim", "batch_size"]
+    assert len(columns) == program.MAX_COLUMNS and columns[-2:] == ["dim", "batch_size"]
 
 
 def test_odd_values_sort_behind_and_break_no_cell():
@@ -380,10 +380,13 @@ def test_changed_programs_texts_and_time_budgets_are_told_apart(tmp_path):
             write_run(tmp_path / "out", f"{name}-{seed}", 2.5, seed=seed, patch=patch)
         other_text = {"tokenizer_sha256": "0" * 64, "train_bytes": 9001, "val_bytes": 1000, "train_tokens": 3000}
         write_run(tmp_path / "out", f"text-{seed}", 2.5, seed=seed, dataset=other_text)
-        # Their speed decides the number of steps.
-        write_run(tmp_path / "out", f"timed-{seed}", 2.5, seed=seed, minutes=5.0, max_iters=400 + seed, eval_interval=40 + seed)
+        # Their speed decides the number of steps, unless the command gives it.
+        for name, given in (("timed", "--minutes=5"), ("given", f"--minutes=5 --max_iters {400 + seed}"), ("preset", "config/x.py --minutes=5")):
+            write_run(tmp_path / "out", f"{name}-{seed}", 2.5, seed=seed, minutes=5.0, max_iters=400 + seed, weight_decay=0.1 * seed)
+            (tmp_path / f"out/{name}-{seed}/result.json").write_text(json.dumps({"command": f"python train.py {given}"}))
     rows = table_in(tmp_path, "--csv")
-    assert {row["run"]: row["n"] for row in rows} == {f"out/{name}": "2" for name in ("same", "try1", "try2", "text", "timed")}
+    assert {row["run"]: row["n"] for row in rows} == {f"out/{name}": "2" for name in ("same", "try1", "try2", "text", "timed")} | {
+        f"out/{name}-{seed}": "1" for name in ("given", "preset") for seed in (1, 2)}
     assert len({row["diff"] for row in rows}) == 3 and {row["text_bytes"] for row in rows} == {"10000", "10001"}
 
 
