@@ -185,9 +185,9 @@ class Side:
         run, begin = self.folder / f"seed{number}", time.monotonic()
         length = [f"--max_minutes={minutes}", f"--max_iters={NO_LIMIT}"]
         if steps:
-            length = [f"--max_iters={steps}"]
-        command = [self.program / "train.py", *self.words, *length, *more, f"--seed={number}",
-                   f"--out_dir={run}", f"--cache={self.cache}"]
+            length = ["--max_minutes=0", f"--max_iters={steps}"]
+        command = [self.program / "train.py", *self.words, "--minutes=0", *length, *more,
+                   f"--seed={number}", f"--out_dir={run}", f"--cache={self.cache}"]
         try:
             self.call(command, run.with_suffix(".txt"), limit)
         except Failed as e:
