@@ -112,6 +112,11 @@ class Dataset(Prepared):
         self.seed, self.rank, self.world, self.pinned = seed, rank, world, pinned
         self.prefetch = Prefetch(self.make_batch)
         self.resumed_at = 0, 0
+        self.read_from = self.train  # the tokens of training's windows
+
+    def read_beside(self, tokens):
+        """Let the batches of training read more tokens, an array, than the training split's."""
+        self.read_from = np.concatenate((self.train, tokens))
 
     @staticmethod
     def of(prepared, *arguments, **named):
@@ -131,14 +136,14 @@ class Dataset(Prepared):
         of all processes with `whole`.
         """
         starts, lengths = self.windows(step, whole)
-        x, y = read_windows(self.train, starts, self.seq_len, lengths, self.window_bos)
+        x, y = read_windows(self.read_from, starts, self.seq_len, lengths, self.window_bos)
         return tuple(t.pin_memory() if self.pinned else t for t in self.checked(x, y))
 
     def windows(self, step, whole=False):
         """Return (starts, lengths) of slice_windows for the windows of make_batch."""
         first = sequences_before(step, self.global_batch, self.resumed_at)
         share = (0, 1) if whole else (self.rank, self.world)
-        return slice_windows(len(self.train), self.seed, first, self.global_batch, self.seq_len,
+        return slice_windows(len(self.read_from), self.seed, first, self.global_batch, self.seq_len,
                              share)
 
     def eval_batches(self, split, limit, batch_tokens):
@@ -209,8 +214,11 @@ class Dataset(Prepared):
         return self.tokenizer.bos_id if self.meta["train_documents"] > 1 else None
 
     def epochs(self, sequences):
-        """Return how often a run has read the training split after so many sequences."""
-        return sequences * self.seq_len / self.meta["train_tokens"]
+        """
+        Return how often a run has read the training split, and what is read beside it, after so
+        many sequences.
+        """
+        return sequences * self.seq_len / len(self.read_from)
 
     def bits_per_byte(self, loss):
         """Convert a validation loss in nats per token to bits per byte of text."""

@@ -40,8 +40,8 @@ from engine.text import yardsticks
 from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
-from engine.training import (checkpoint, costs, distributed, hardware, load, lora, mode, plan,
-                             progress, repeat, result, resume, run_folder, supervisor)
+from engine.training import (checkpoint, costs, distill, distributed, hardware, load, lora,
+                             mode, plan, progress, repeat, result, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.seeds import train_all as train_all_seeds
@@ -159,6 +159,9 @@ min_lr = 0.0                # learning rate at the end of the schedule
 embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is added to the
                             # embedding before the first step; it tells words apart that the base
                             # model took for one another
+teacher = ""                # distillation: learn the predictions of these models, for the text and
+                            # for text that they write; paths separated by commas, or a folder that
+                            # --seeds has made
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
@@ -218,7 +221,10 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
             with span("forward"), t.amp:
-                loss = t.network(xb, yb, documents=documents)[1] * share
+                if t.teachers:
+                    loss = distill.loss(t.network, t.teachers, xb, yb, documents) * share
+                else:
+                    loss = t.network(xb, yb, documents=documents)[1] * share
             with span("backward"):  # outside autocast, which would downcast the float32 reductions
                 (loss * t.opt.scale.factor).backward()
         total += loss.detach()
@@ -442,6 +448,12 @@ def main(config, steps=math.inf):
         begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
         estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
+    # ---- teachers of a distillation --------------------------------------------------------------
+    teachers = load.load_teachers(config, dataset, device)
+    written = distill.written_tokens(config, dataset.meta)
+    if written and not eval_only:
+        dataset.read_beside(distill.written_text(teachers, dataset, written, cache))
+
     # ---- model and optimizer ---------------------------------------------------------------------
     torch.manual_seed(seed)
     model = lora.build(args, setup.lora, device)
@@ -471,7 +483,7 @@ def main(config, steps=math.inf):
     saves = not eval_only and mode.chosen(config) in (None, "dry_run")  # other modes save nothing
     exports = saves and check_export(args, model, dataset.tokenizer, state["chat"])
     t = Training(config, {}, state, dataset, args, model, network, opt, device, amp, found.changes,
-                 exports)
+                 exports, teachers)
     if eval_only:
         losses = evaluate(t)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, each over "

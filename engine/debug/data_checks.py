@@ -72,7 +72,7 @@ def windows(ctx):
     """
     x, y = with_own_prefetch(ctx.dataset).batch(0)
     starts, _ = ctx.dataset.windows(0)
-    train = ctx.dataset.train
+    train = ctx.dataset.read_from
     places = (starts[:, None] + np.arange(x.shape[1] + 1)) % len(train)
     return x, y, torch.from_numpy(train[places].astype(np.int64))
 

@@ -80,6 +80,7 @@ class CheckContext:
         """
         Take training step number `step` of train.py with this model and optimizer on a batch
         (x, y), `small` by default. No step is skipped, not even one whose loss is not finite.
+        The targets are those of the text, also of a training with teachers.
         `untouched` does not undo what opt does: the caller restores the weights, or passes an opt
         that changes none. Return what train_step returns.
         """
@@ -87,7 +88,7 @@ class CheckContext:
         # model has it as bos_id, which is None without document_mask.
         dataset = SimpleNamespace(separator=self.model.bos_id)
         accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # replaces SpikeDetector
-        t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset)
+        t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset, teachers=())
         return self.train_step(t, step, *(batch or self.small), accept_all, UpdateNorms(self.model))
 
     def document(self, T):

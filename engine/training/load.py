@@ -14,8 +14,9 @@ from engine.files import sha256
 from engine.formats import gguf_file, gguf_tokenizer, hf_tokenizer, huggingface, llama2c, peft
 from engine.formats.layout import CHAT, END_OF_TURN, ITER, TEMPLATE, check_tensors, tensors
 from engine.formats.reader import Reader, Tensors, checked
+from engine.text.prepared import is_prepared
 from engine.text.vocabulary import keep_vocabulary
-from engine.training import checkpoint, distributed, lora, resume, run_folder
+from engine.training import checkpoint, distill, distributed, lora, resume, run_folder
 from engine.training.costs import num_params
 from engine.training.plan import rate_for
 from engine.untrusted import reading
@@ -153,6 +154,44 @@ def load_model(path, tokenizer, device):
         model = Transformer(args)
         distributed.load_weights(model, state)
     return model.to(device).eval(), vocabulary
+
+
+# ---- distillation --------------------------------------------------------------------------------
+
+def teachers_vocabulary(config, given):
+    """
+    Return {setting: value} that a training takes from its first teacher: the vocabulary, unless it
+    is given or the data are prepared.
+    """
+    if not config.teacher or "vocab_source" in given or is_prepared(config.data):
+        return {}
+    path = distill.paths(config.teacher)[0]
+    vocabulary = read_model(checkpoint.origin(path))[2]
+    if vocabulary is None:
+        fail(f"--teacher={path}: holds no vocabulary; give it as --vocab_source=tokenizer.bin (or "
+             ".model, or .json)")
+    return {"vocab_source": str(keep_vocabulary(vocabulary, config.cache)), "vocab_size": 0}
+
+
+def load_teachers(config, dataset, device):
+    """
+    Return the models of --teacher, Transformers in evaluation mode, [] without. Ends the program if
+    one of them has another vocabulary than the dataset, or a shorter context.
+    """
+    if config.teacher and dataset.masks:
+        fail(f"--teacher={config.teacher}: {config.data} holds conversations, expected a text")
+    teachers = []
+    for path in distill.paths(config.teacher):
+        teacher, vocabulary = load_model(checkpoint.origin(path), "", device)
+        if vocabulary.pieces() != dataset.tokenizer.pieces():
+            fail(f"--teacher={path}: has another vocabulary than {config.data}, expected the same; "
+                 f"train both on the same data, or leave --vocab_source out")
+        if teacher.args.max_seq_len < dataset.seq_len:
+            fail(f"--teacher={path}: has a context of {teacher.args.max_seq_len} tokens, expected "
+                 f"{dataset.seq_len}; give --max_seq_len={teacher.args.max_seq_len}")
+        teacher.bos_id = dataset.separator if config.document_mask else None
+        teachers.append(teacher.requires_grad_(False))
+    return teachers
 
 
 # ---- fine-tuning ---------------------------------------------------------------------------------

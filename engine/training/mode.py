@@ -45,6 +45,8 @@ def check(config):
     if name and config.init_from == "resume":
         fail(f"--{name} starts from new weights or from a model, --init_from=PATH; it does not "
              f"resume a run")
+    if name == "overfit" and config.teacher:
+        fail("--overfit and --teacher: expected one of them; teachers predict no window exactly")
     if name == "profile" and config.fsdp and distributed.world > 1:
         fail("--profile can't separate communication from computation with --fsdp; leave --fsdp "
              "out, or profile one process")

@@ -18,11 +18,12 @@ import numpy as np
 from configurator import STARTED, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
-from engine.training import distributed, hardware, lora, resume
+from engine.training import distill, distributed, hardware, lora, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
                                    tokens_per_step)
 from engine.training.validate import check_settings
 from engine.untrusted import reading
+from tokenizer import Tokenizer
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
           1280, 1536, 2048)
@@ -241,6 +242,8 @@ def known_vocab_size(config):
     if is_prepared(config.data):
         with reading(config.data, "prepared data, a folder that data.py made", fail):
             return read_meta(config.data)["vocab_size"]
+    if Path(config.vocab_source).is_file():
+        return Tokenizer.load(config.vocab_source).vocab_size
     sizes = {"custom": 0, "bpe": 0, "byte": 259, "char": 128}
     return sizes.get(config.vocab_source.split(":")[0], 32000)
 
@@ -283,12 +286,15 @@ def plan_length(config, given, meta, setup):
     """
     usual_batch = config.batch_size
     config, step_time = fill_gpu(config, given, meta, setup)
+    step_time *= 1 + len(distill.paths(config.teacher)) / 3  # a forward pass: a third of a step
     seconds = training_seconds(config.minutes)
     step_epochs = tokens_per_step(config) / meta["train_tokens"]
     possible_steps = seconds / step_time
     useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
+    written = distill.written_tokens(config, meta)  # read beside the text
+    regularized = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
 
     read = f"{epochs:.3g} times the text"
@@ -306,8 +312,8 @@ def plan_length(config, given, meta, setup):
             "embedding_lr_scale": (2.0 if config.tie_embeddings else 4.0,
                            "embedding and classifier learn faster, untied ones more so"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
-            "dropout": (dropout_for(epochs), "grows with the number of epochs"),
-            "weight_decay": (decay_for(epochs, step_epochs, rate),
+            "dropout": (dropout_for(regularized), "grows with the number of epochs"),
+            "weight_decay": (decay_for(regularized, step_epochs, rate),
                              "grows with the number of epochs, more so for a small text"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
             "eval_iters": (min(200, max(8, round(eval_tokens / EVAL_TOKENS))),
@@ -317,6 +323,8 @@ def plan_length(config, given, meta, setup):
                               "weights and ends soon")}
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
+    if written:
+        del plan["early_stop"]  # the model can't memorize its teachers' predictions
     if config.batch_size > usual_batch:
         plan["batch_size"] = config.batch_size, (
             f"sequences per forward pass, {tokens_per_step(config):,} tokens per step: fewer would "

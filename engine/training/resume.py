@@ -219,7 +219,7 @@ def resume_signature(config, args, dataset):
     # dropout may change; multiple_of only serves to compute hidden_dim, which is compared.
     same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
     names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask",
-             "lora_rank", "lora_targets")
+             "lora_rank", "lora_targets", "teacher")
     same |= {name: getattr(config, name) for name in names}
     return same | {"data": dataset.meta["fingerprint"]}
 
@@ -236,7 +236,8 @@ def restore(config, folder, signature, opt, is_forced):
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
-        before = {"lora_rank": 0} | renamed(state["fixed"])  # older runs train all weights
+        # Older runs train all weights, and have no teacher.
+        before = {"lora_rank": 0, "teacher": ""} | renamed(state["fixed"])
         refuse_other_run(config, folder, before, signature, is_forced)
         if config.minutes and "minutes" not in state["clock"]:
             fail(f"{config.out_dir} holds a run whose sizes were not derived from --minutes, so it "

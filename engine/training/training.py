@@ -18,7 +18,8 @@ class Training:
     data.py; args: ModelArgs; model: the Transformer; network: the model as a training step calls
     it, wrapped for several processes or compiled; opt: an optim.CombinedOptimizer; amp: the
     autocast context; changes: [[setting, before, now]] of the settings that the user changed when
-    resuming; exports: whether model files are written besides checkpoints.
+    resuming; exports: whether model files are written besides checkpoints; teachers: the
+    Transformers whose predictions the model learns, of --teacher.
     """
     config: Config
     record: dict
@@ -32,6 +33,7 @@ class Training:
     amp: Any
     changes: list
     exports: bool
+    teachers: Any = ()
 
 
 @dataclass(frozen=True)
