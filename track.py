@@ -3,7 +3,12 @@ Track the metrics of a training, and of any other program.
 
     python track.py sync out/my       upload, in order, those rows of a run that are not in W&B
     python track.py -- CMD ...        run a program and track what it prints; before the --:
-                                      --pattern=REGEX, --out_dir=, --name=, --project=, --wandb_log=
+
+    --out_dir=FOLDER   folder of log.jsonl (out/program; if it exists, out/program2, ...)
+    --pattern=REGEX    more metrics: the numbers that its named groups match, as in
+                       'BLEU (?P<bleu>[0-9.]+)'; may be given several times
+    --wandb_log=False  don't track in Weights & Biases
+    --name=, --project=  of the run in Weights & Biases
 
 Every run writes log.jsonl in its out folder, a row per logged step. With wandb_log=True the same
 rows, texts and models go to Weights & Biases: online if there is a key and the server can be

@@ -691,17 +691,17 @@ KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 /
 def test_metrics_are_read_out_of_what_programs_print():
     rows = follow.Parser(interval=3600).feed(KERAS, end=True)
     assert len(rows) == 3  # the first of the bar, and the ends of both
-    assert rows[1] == {"iter": 199, "epoch": 1, "loss": 0.1, "accuracy": 0.9, "loss/val": 0.2}
-    assert rows[2] == {"iter": 398, "epoch": 2, "loss": 0.05, "accuracy": 0.95}
+    assert rows[1] == {"iter": 199, "epoch": 1, "loss/train": 0.1, "accuracy": 0.9, "loss/val": 0.2}
+    assert rows[2] == {"iter": 398, "epoch": 2, "loss/train": 0.05, "accuracy": 0.95}
     read = follow.Parser(patterns=[r"BLEU (?P<bleu>[0-9.]+)"]).feed
-    assert read("step 10: train loss 2.1, val loss 2.2\n") == [{"iter": 10, "loss/train": 2.1, "loss/val": 2.2}]
-    assert read("iter=20 lr=1e-4 \x1b[1mloss=3.5\x1b[0m\n") == [{"iter": 20, "lr": 1e-4, "loss": 3.5}]
-    assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss": 0.25}]
+    assert read("step 10: train loss 2.1, val loss 2.2\n") == [{"iter": 10, "loss/train_eval": 2.1, "loss/val": 2.2}]
+    assert read("iter=20 lr=1e-4 \x1b[1mloss=3.5\x1b[0m\n") == [{"iter": 20, "lr": 1e-4, "loss/train": 3.5}]
+    assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss/train": 0.25}]
     assert read("translated, BLEU 31.5\n") == [{"iter": 31, "bleu": 31.5}]
-    assert follow.Parser().feed("epoch 2: loss=0.5\n") == [{"iter": 1, "epoch": 2, "loss": 0.5}]  # without a bar
+    assert follow.Parser().feed("epoch 2: loss=0.5\n") == [{"iter": 1, "epoch": 2, "loss/train": 0.5}]  # without a bar
     assert read("loading 5 files at 10:30:15, took 12s, 98% done\n") == []
     assert read("." * 10_000_000) == [] and read("\n") == []  # an endless line costs neither memory nor time
-    assert read("loss=1.") == [] and read("5\n")[0]["loss"] == 1.5  # a line in two pieces
+    assert read("loss=1.") == [] and read("5\n")[0]["loss/train"] == 1.5  # a line in two pieces
 
 
 def test_any_program_is_tracked_with_its_output_exit_code_and_signals_unchanged(tmp_path):
@@ -712,7 +712,7 @@ def test_any_program_is_tracked_with_its_output_exit_code_and_signals_unchanged(
     done = follow("import sys; print('step 1: loss 2.5\\r\\x1b[1mé', input()); sys.exit(7)")
     out, _ = done.communicate("hello\n".encode())
     assert out == "step 1: loss 2.5\r\x1b[1mé hello\n".encode() and done.returncode == 7
-    assert track.read_rows(tmp_path / "p/log.jsonl")[0]["loss"] == 2.5
+    assert track.read_rows(tmp_path / "p/log.jsonl")[0]["loss/train"] == 2.5
     waiting = follow("import time; print('ready', flush=True); time.sleep(60)", "q")
     assert waiting.stdout.readline() == b"ready\n"
     waiting.terminate()
@@ -742,8 +742,8 @@ def test_nothing_that_a_program_prints_ends_it_or_its_tracking(tmp_path):
     assert done.returncode == alone.returncode == 7 and done.stdout == alone.stdout
     assert b"Traceback" not in done.stderr and b"error" not in done.stderr, done.stderr
     rows = track.read_rows(tmp_path / "p/log.jsonl")
-    assert [row["loss"] for row in rows[:2]] == [2, 1.5] and [row["iter"] for row in rows[:2]] == [1, 2]
-    assert rows[-1]["iter"] == 900719925474 and rows[-1]["loss"] == 0.5
+    assert [row["loss/train"] for row in rows[:2]] == [2, 1.5] and [row["iter"] for row in rows[:2]] == [1, 2]
+    assert rows[-1]["iter"] == 900719925474 and rows[-1]["loss/train"] == 0.5
     assert all(type(row["iter"]) is int and a["iter"] <= row["iter"] < 2**63 for a, row in zip(rows, rows[1:]))
 
 
@@ -774,7 +774,7 @@ def test_a_signal_that_ends_a_program_is_the_exit_code(tmp_path):
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True,  # what a shell starts with & ignores Ctrl-C
                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         assert done.returncode == -number and "Traceback" not in done.stderr, (name, done)
-        assert done.stdout == "step 1 loss 2\n" and track.read_rows(tmp_path / name / "log.jsonl")[0]["loss"] == 2
+        assert done.stdout == "step 1 loss 2\n" and track.read_rows(tmp_path / name / "log.jsonl")[0]["loss/train"] == 2
 
 
 def test_what_a_killed_program_leaves_behind_is_not_waited_for_without_end(monkeypatch, capfd):
@@ -784,11 +784,11 @@ def test_what_a_killed_program_leaves_behind_is_not_waited_for_without_end(monke
     begin, rows = time.monotonic(), []
     tracker = SimpleNamespace(log=rows.append, finish=lambda: None)
     code = follow.follow(["sh", "-c", "sleep 20 & echo step 1 loss 2; kill -9 $$"], tracker, follow.Parser())
-    assert code == -9 and rows == [{"iter": 1, "loss": 2.0}] and time.monotonic() - begin < 15
+    assert code == -9 and rows == [{"iter": 1, "loss/train": 2.0}] and time.monotonic() - begin < 15
     out, err = capfd.readouterr()
     assert out == "step 1 loss 2\n" and "processes that it left" in err
     code = follow.follow(["sh", "-c", "(sleep 3; echo step 2 loss 1) & echo step 1 loss 2"], tracker, follow.Parser())
-    assert code == 0 and rows[1:] == [{"iter": 1, "loss": 2.0}, {"iter": 2, "loss": 1.0}]  # they may still have to say something
+    assert code == 0 and rows[1:] == [{"iter": 1, "loss/train": 2.0}, {"iter": 2, "loss/train": 1.0}]  # they may still have to say something
 
 
 def test_a_failure_of_the_tracking_itself_costs_a_warning(capfd, monkeypatch):

@@ -361,13 +361,13 @@ def test_a_login_at_a_server_of_ones_own_counts_and_so_does_a_proxy(server, fold
     done = run("-m", "wandb", "login", f"--host={server.url}", KEY)
     assert done.returncode == 0 and KEY in (folder / "keys").read_text(), done.stderr
     assert "W&B online (API key found)" in tracked("own")
-    assert [row["loss"] for row in server.runs["own"]["history"]] == [2.5] and server.keys == {KEY} and not server.proxied
+    assert [row["loss/train"] for row in server.runs["own"]["history"]] == [2.5] and server.keys == {KEY} and not server.proxied
     own = folder / "wandb/settings"
     own.write_text("[default]\nbase_url = http://wandb.test\n")
     (folder / "keys").write_text(f"machine wandb.test\n login user\n password {KEY}\n")
     assert "offline (http://wandb.test does not answer)" in tracked("nowhere")
     assert "W&B online (API key found)" in tracked("proxied", HTTP_PROXY=server.url)
-    assert [row["loss"] for row in server.runs["proxied"]["history"]] == [2.5] and server.proxied
+    assert [row["loss/train"] for row in server.runs["proxied"]["history"]] == [2.5] and server.proxied
     assert "offline (http://wandb.test does not answer)" in tracked("gone", HTTP_PROXY="http://127.0.0.1:9")
     own.write_text("[default]\nmode = offline\n")  # as `wandb offline` does
     assert "offline (W&B's settings)" in tracked("asked", WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)

@@ -2,8 +2,8 @@
 Find the metrics in what programs print: a Parser reads lines and returns rows.
 
 A metric is printed as `name=value`, as `name: value`, in a dict or JSON object, in a row under a
-header of columns, or as `name value` alone between two delimiters. doc/tracking.md lists the
-formats.
+header of columns, or as `name value` alone between two delimiters. Metrics that train.py logs too
+get its names: `loss` becomes loss/train. doc/tracking.md lists the formats and the names.
 """
 import json
 import math
@@ -76,6 +76,9 @@ EPOCH = verbose(rf"""
 # A line without metrics begins an epoch if it matches this, such as "INFO: Starting epoch 2".
 EPOCH_LINE = verbose(r"""(?i: ^(?:\W|\d|\b(?:info|root)\b)*
     (?:(?:start|begin|train|runn)\w*\W+)? epoch\b )""")
+# Keras' callbacks after an epoch, such as "Epoch 00002: early stopping"
+EPOCH_NOTE = verbose(r"""(?i: \bepoch[ ]\d+:[ ]
+    (?: early | restoring | saving | finished | reduce | \w+[ ](?:improved|did[ ]not) ) )""")
 STEP_NAME = r"""(?:
     (?:(?:global|train(?:ing)?|optimizer|current)[ _-]?)? (?:step|iter(?:ation)?)
     | (?:global[ _]?)? (?:step|iter(?:ation)?)s
@@ -93,7 +96,9 @@ BATCH = verbose(rf"""
 TQDM = [verbose(bar) for bar in (
     rf"""(?:(?<![\d.])\d+(?:\.\d+)?%\s*)? \|[^|]*\| \s*
          (?P<step>{NUMBER}[kMGT]?)/(?:\?|(?P<steps>{NUMBER}[kMGT]?)) \s*(?=\[)""",
+    r"""^\d+%\s+(?P<step>\d+)/(?P<steps>\d+)\s+(?=\[)""",                # without room for a bar
     r"""(?<![\w.])(?P<step>\d+)it\s(?=\[)""")]                                   # without a total
+BAR_LINE = re.compile(r"\d+%(?:\||\s+\d+/)")
 BARS = [verbose(bar) for bar in (
     r"""(?<![\w/.])(?P<step>\d+)/(?P<steps>\d+)[ ]?\[[=>.\s\#-]*\]""",              # Keras 2
     r"""\[\s*(?P<step>\d+)\s*/\s*(?P<steps>\d+)(?![\w/.])""",                      # [  10/5005]
@@ -120,7 +125,22 @@ KNOWN_METRIC = verbose(SCORE.pattern, r" | (?i: (?:.*[\W_])?(?:learning[ ]rate|l
 # A field of its own that names the split of the metrics after it: "Val: loss 2.3"
 SPLIT = verbose(r"""(?i: \W*(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)
     |(?P<test>test(?:ing)?)|(?P<eval>eval(?:uation)?))(?:[ ]set)?\W* )""")
-IGNORED = {"eta", "v num", "rank"}
+IGNORED = {"eta", "v num", "rank", "max epochs", "max steps"}
+# {name in lower case: the name of the same metric in the rows of train.py}
+OUR_NAMES = {
+    **dict.fromkeys(["loss", "lm_loss", "loss_step", "loss_step/train", "train/loss",
+                     "train/crossentropyloss"], "loss/train"),
+    **dict.fromkeys(["eval_loss", "eval/loss", "val/loss", "valid/loss", "loss_epoch/val"],
+                    "loss/val"),
+    **dict.fromkeys(["learning_rate", "train/lr", "train/learning_rate"], "lr"),
+    **dict.fromkeys(["grad_norm", "gnorm", "train/grad_norm"], "grad/norm"),
+    **dict.fromkeys(["tok/s", "tok/sec", "tokens/s", "tokens/sec", "tokens_per_sec",
+                     "tokens_per_second"], "perf/tokens_per_sec")}
+# A value whose unit names its metric, alone in a field: llm.c's `2517.44 ms | 208262 tok/s`
+NAMED_BY_UNIT = verbose(rf"""\s*(?P<value>{NUMBER})\s*(?:
+    (?P<iter_ms>ms) | (?P<mfu>%[ ]\w+[ ]MFU) | (?P<tokens_per_sec>tok/s) )\s*""")
+# nanoGPT's evaluation of both splits. In other lines a train loss is that of the training itself.
+EVALUATED = verbose(rf"step[ ]\d+:[ ]train[ ]loss[ ]{NUMBER},[ ]val[ ]loss[ ]{NUMBER}")
 NOT_A_NAME = set("after at best by for from in is of on than to top was".split())  # "from 3"
 SOURCE_FILE = re.compile(r"(?i)\.(?:py|c|cc|cpp|cu|h|rs|go|js)$")  # train.py:123 is a source line
 WORD = r"""[^\W\d][\w./@'-]{0,100}"""
@@ -215,9 +235,38 @@ def pairs(field, has_position):
     return values + [(m["name"] or m["known"], m["value"] or m["known_value"]) for m in rest]
 
 
+def named_by_unit(text):
+    """Return [(name, text of a value)] of the fields that are a value with a telling unit."""
+    found = []
+    for match in filter(None, map(NAMED_BY_UNIT.fullmatch, FIELDS.split(text))):
+        name = match.lastgroup if match.lastgroup == "mfu" else f"perf/{match.lastgroup}"
+        found.append((name, match["value"]))
+    return found
+
+
 def of_split(name, split):
     """Return the name with its split, such as loss/val; keep a name that has a split already."""
     return name if "/" in name else f"{name}/{split}"
+
+
+def with_our_names(metrics):
+    """
+    Return {name: value} with the names of train.py for the metrics that it logs too. Of several
+    such metrics with the same name of ours, only the first gets it.
+    """
+    renamed = {}
+    for name, value in metrics.items():
+        ours = OUR_NAMES.get(name.lower(), name)
+        if name == "loss/train" and "runtime/train" in metrics:
+            ours = "loss/train_mean"  # of all steps, in the Trainer's last dict
+        elif name == "norm" and "lr" in metrics:
+            ours = "grad/norm"  # llm.c's; without a rate beside it, it may be the norm of anything
+        elif name == "mfu" and value == -100:
+            continue  # nanoGPT and llm.c: not known
+        if ours != name and (ours in metrics or ours in renamed):
+            ours = name
+        renamed[ours] = value
+    return renamed
 
 
 class Parser:
@@ -285,17 +334,22 @@ class Parser:
         found, rest = self.position(words)
         row = [] if start else self.table(words)
         values += row or self.words(rest, found.step is not None or found.epoch is not None)
+        if values and found.step is not None and not found.bar:
+            values += named_by_unit(rest)
         for pattern in self.patterns:
             for match in pattern.finditer(line[:MAX_LINE]):
                 values += [(name, value) for name, value in match.groupdict().items() if value]
         self.assign(found, values)
+        if EVALUATED.fullmatch(line):
+            found.metrics["loss/train_eval"] = found.metrics.pop("loss/train")
         found.ended = ended
         if found.metrics:
             return found
-        if found.epoch is not None and EPOCH_LINE.match(words):
+        begins_epoch = EPOCH_LINE.match(words) and not EPOCH_NOTE.search(words)
+        if found.epoch is not None and begins_epoch:
             self.counter.begin_epoch(found.epoch)
         if found.step is not None and not found.split:
-            if start or STEP_LINE.match(words) or re.match(r"\d+%\|", words):
+            if start or STEP_LINE.match(words) or BAR_LINE.match(words):
                 self.counter.announce(found)
         return None
 
@@ -379,7 +433,8 @@ class Parser:
             return "program/time"  # the `time` of a row is when it was logged
         name = text.replace(" ", "_")
         split, _, metric = name.partition("_")
-        if split in ("train", "val", "valid", "test") and metric[:1].isalpha():
+        split = {"valid": "val", "validation": "val"}.get(split, split)
+        if split in ("train", "val", "test") and metric[:1].isalpha():
             return f"{metric}/{split}"
         return name
 
@@ -411,9 +466,12 @@ class IterCounter:
     def announce(self, found):
         """
         Keep a line with only a step, such as the Trainer's bar before its dict of metrics. Ignore
-        a bar with another total than that of the steps used so far: it is an evaluation's.
+        the bar of an evaluation: its total differs from that of the steps used so far or, if none
+        were, from that of an unfinished bar.
         """
-        if self.announced_steps in (None, found.steps):
+        bar = self.announced
+        is_within = bar and bar.bar and bar.steps != found.steps and bar.step != bar.steps
+        if self.announced_steps == found.steps or self.announced_steps is None and not is_within:
             self.announced = found
 
     def rows(self, found):
@@ -424,10 +482,14 @@ class IterCounter:
             self.announced = None
         elif self.announced:
             found.step, self.announced_steps = self.announced.step, self.announced.steps
+            if found.step == self.step:
+                self.series_epoch = self.epoch  # of the same series, whatever epoch it prints
         if found.step is None:
+            found.metrics = with_our_names(found.metrics)
             return self.without_step(found)
         if found.bar and (found.split or self.evaluates(found)):
             return self.evaluation(found)
+        found.metrics = with_our_names(found.metrics)
         if found.bar and found.step == 0 and not found.ended:
             return []  # a bar that begins still shows the metrics of the bar before it
         again = (found.step, self.epoch) == (self.step, self.series_epoch)
@@ -438,6 +500,11 @@ class IterCounter:
                 if name not in self.row or found.ended and repr(value) != repr(self.row[name]):
                     new[name] = value
             return self.make_row(self.iter, new) if new else []
+        if again:  # torchtune prints a step in its bar and in a line
+            printed = {name: v for name, v in found.metrics.items() if self.row.get(name) == v}
+            found.metrics = {k: v for k, v in found.metrics.items() if k not in printed}
+            if not found.metrics:
+                return []
         self.advance(found)
         rows = self.make_row(self.free_iter(self.offset + found.step, found.metrics), found.metrics)
         self.last_step_iter = self.iter
@@ -480,6 +547,7 @@ class IterCounter:
         if not found.ended or found.step != found.steps:
             return []
         metrics = {of_split(name, found.split or "eval"): v for name, v in found.metrics.items()}
+        metrics = with_our_names(metrics)
         return self.make_row(self.free_iter(self.iter, metrics), metrics)
 
     def without_step(self, found):
