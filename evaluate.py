@@ -32,6 +32,7 @@ from configurator import configure, fail  # first: it reports packages that are 
 
 import torch
 
+from engine import charts
 from engine.training import checkpoint, distributed, hardware, run_folder
 from engine.files import write_atomic
 from engine.formats.chat_template import Chat
@@ -65,7 +66,9 @@ MAX_TEXT = 1 << 28  # bytes of a text to predict, or of a file of prompts
 MAX_ANSWER = 200    # max tokens of an answer in a conversation
 AT_ONCE = 16        # max answers that are generated in one batch
 TESTS = 500         # conversations of --conversations=questions
+MAX_SHOWN = 20      # max classes whose confusion matrix is printed; the picture has all
 COLUMNS = ["Successful", "Expected", "Actual", "Score", "Prompt"]
+CLASS_COLUMNS = ["Class", "Precision", "Recall", "F1", "Prompts"]
 ANSWER_COLUMNS = ["Successful", "Expected", "Answer", "Set", "Kind", "Question"]
 GROUP_COLUMNS = ["Set", "Kind", "Accuracy", "Right", "Questions", "Majority"]
 PAIR_COLUMNS = ["Successful", "Kind", "Before", "Expected", "Preferred", "Nats"]
@@ -216,37 +219,71 @@ def table(names, rows):
         yield "  ".join(pad(cell, size) for cell, size in zip(row, widths)).rstrip()
 
 
-def accuracies(rows):
-    """Return {class: accuracy of the prompts that expect it}."""
-    by_class = collections.defaultdict(list)
-    for row in rows:
-        by_class[row[1]].append(row)
-    return {name: share_right(by_class[name]) for name in sorted(by_class)}
-
-
 def confusion_matrix(rows, names):
     """Return counts of [expected class][actual class]."""
     counts = collections.Counter((row[1], row[2]) for row in rows)
     return [[counts[expected, actual] for actual in names] for expected in names]
 
 
+def class_scores(matrix, names):
+    """
+    Return a row with CLASS_COLUMNS for each class. matrix: from confusion_matrix. A score whose
+    denominator is 0 is None: the precision of a class that is never the answer, the recall of a
+    class without prompts, the F1 of both.
+    """
+    rows = []
+    for n, name in enumerate(names):
+        right, prompts = matrix[n][n], sum(matrix[n])
+        answers = sum(counts[n] for counts in matrix)
+        precision = right / answers if answers else None
+        recall = right / prompts if prompts else None
+        f1 = 2 * right / (prompts + answers) if prompts + answers else None
+        rows.append([name, precision, recall, f1, prompts])
+    return rows
+
+
+def macro_average(scores):
+    """
+    Return the means of precision, recall and F1 over the classes that are expected or answered,
+    with 0 for None, as scikit-learn's classification_report computes them.
+    """
+    used = [row for row in scores if row[3] is not None]
+    return [sum(row[n] or 0.0 for row in used) / len(used) for n in (1, 2, 3)]
+
+
 def report(rows, names):
-    """Yield lines: the accuracy of all and of each class, the confusion matrix, the failures."""
-    columns = max(map(width, ["expected", *map(one_line, names)])) + 2
+    """
+    Yield lines: the accuracy of all, the scores of each class and their average, the confusion
+    matrix, the failures.
+    """
+    matrix = confusion_matrix(rows, names)
+    scores = class_scores(matrix, names)
     yield f"accuracy {share_right(rows):.4f} ({sum(row[0] for row in rows)} of {len(rows)})"
-    header = "".join(f"[{n}]".rjust(6) for n in range(len(names)))
-    yield "\n" + "expected".ljust(columns) + "accuracy  " + header
-    per_class = accuracies(rows)
-    for n, (name, counts) in enumerate(zip(names, confusion_matrix(rows, names))):
-        share = f"{per_class[name]:.4f}" if name in per_class else "-"
-        cells = "".join(f"{count:>6}" for count in counts)
-        yield f"{pad(one_line(name), columns)}{share:<10}{cells}  [{n}]"
+    yield ""
+    average = ["macro average", *macro_average(scores), len(rows)]
+    shown = [["-" if cell is None else cell for cell in row] for row in [*scores, average]]
+    yield from table(CLASS_COLUMNS, shown)
+    if without := [one_line(name) for name, *_, prompts in scores if not prompts]:
+        yield f"without prompts in the test: {', '.join(without)}"
+    yield ""
+    if len(names) > MAX_SHOWN:
+        yield f"{len(names)} classes: the confusion matrix is in the picture"
+    else:
+        yield from matrix_lines(matrix, names)
     failures = [row for row in rows if not row[0]]
     for _, expected, actual, p, prompt in failures[:20]:
         yield (f"wrong: {prompt!r}: expected {one_line(expected)}, actual {one_line(actual)} "
                f"(score {p:.2f})")
     if len(failures) > 20:
         yield f"... and {len(failures) - 20} more"
+
+
+def matrix_lines(matrix, names):
+    """Yield the lines of a confusion matrix: a row for each expected class."""
+    columns = max(map(width, ["expected", *map(one_line, names)])) + 2
+    yield "expected".ljust(columns) + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
+    for n, (name, counts) in enumerate(zip(names, matrix)):
+        yield pad(one_line(name), columns) + "".join(f"{c:>6}" for c in counts) + f"  [{n}]"
 
 
 def log_to_wandb(folder, results):
@@ -282,6 +319,19 @@ def save_for_page(found, folder):
         print(f"warning: {folder}/evaluation.json cannot be written ({e.strerror})")
 
 
+def save_picture(matrix, names, folder):
+    """Draw a confusion matrix to folder/confusion.svg if that is a run's folder."""
+    if not run_folder.is_run(folder):
+        return
+    path = Path(folder, "confusion.svg")
+    try:
+        write_atomic(path, charts.heat_map(matrix, names, "actual", "expected"))
+    except OSError as e:
+        print(f"warning: {path} cannot be written ({e.strerror})")
+        return
+    print(f"wrote {path}")
+
+
 def wrong(rows):
     """Return the rows of the first 100 wrong answers."""
     return [row for row in rows if not row[0]][:100]
@@ -292,18 +342,27 @@ def evaluate_labelled(model, vocabulary, device, folder):
     rows = answer(model, vocabulary, examples, device)
     names = sorted({c for example in examples for c in example["classes"]})
     print("\n".join(report(rows, names)))
+    matrix = confusion_matrix(rows, names)
+    scores = class_scores(matrix, names)
+    average = dict(zip(("precision", "recall", "f1"), macro_average(scores)))
     save_for_page({"data": data, "accuracy": share_right(rows), "names": names,
-                   "matrix": confusion_matrix(rows, names), "columns": COLUMNS,
-                   "rows": wrong(rows)}, folder)
+                   "matrix": matrix, "score_columns": CLASS_COLUMNS, "scores": scores,
+                   "macro_average": average, "columns": COLUMNS, "rows": wrong(rows)}, folder)
+    save_picture(matrix, names, folder)
 
     def results(wandb):
         number = {name: n for n, name in enumerate(names)}
-        matrix = wandb.plot.confusion_matrix(
+        chart = wandb.plot.confusion_matrix(
             y_true=[number[row[1]] for row in rows], preds=[number[row[2]] for row in rows],
             class_names=names)
-        return {"evaluation": wandb.Table(columns=COLUMNS, data=rows), "confusion_matrix": matrix,
-                "accuracy": share_right(rows),
-                **{f"accuracy/{name}": share for name, share in accuracies(rows).items()}}
+        by_class = {}
+        for name, *values, _ in scores:
+            for metric, value in zip(average, values):
+                if value is not None:
+                    by_class[f"{metric}/{name}"] = value
+        return {"evaluation": wandb.Table(columns=COLUMNS, data=rows), "confusion_matrix": chart,
+                "classes": wandb.Table(columns=CLASS_COLUMNS, data=scores),
+                "accuracy": share_right(rows), **average, **by_class}
 
     if wandb_log:
         log_to_wandb(folder, results)

@@ -1,5 +1,6 @@
 """
-Draw curves of runs side by side: as SVG, or as a picture or PDF with matplotlib.
+Draw curves of runs side by side: as SVG, or as a picture or PDF with matplotlib. Draw a confusion
+matrix as SVG.
 
 A curve is (x, y), or of a group (x, mean, min, max): arrays of the same length.
 """
@@ -9,6 +10,8 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
+
+from engine.streams import one_line, width as columns
 
 # Distinguishable for color-blind readers: https://jfly.uni-koeln.de/color/
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -196,6 +199,41 @@ def svg(figure):
     if figure.note:
         parts.append(f'<text x="{LEFTS[0]}" y="{height - 14}" fill="#555">'
                      f'{html.escape(figure.note)}</text>')
+    return "".join(parts) + "</svg>\n"
+
+
+def heat_map(counts, names, x_label, y_label):
+    """
+    Return a square matrix of counts as SVG, with the names of its rows and columns. The color of a
+    cell is its share of its row, in blue on the diagonal and in red beside it.
+    """
+    cell = min(40, max(8, 800 // len(names)))  # pixels
+    shown = [f"{name[:23]}…" if len(name) > 24 else name for name in map(one_line, names)]
+    left = 50 + max(map(columns, shown)) * 7
+    size, top = cell * len(names), 40 + max(map(columns, shown)) * 7
+    middle = top + size / 2
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 30} '
+             f'{top + size + 20}" width="{left + size + 30}" font-size="{min(12, cell)}" '
+             'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+             f'<text x="{left + size / 2}" y="20" text-anchor="middle">{html.escape(x_label)}'
+             f'</text><text x="20" y="{middle}" text-anchor="middle" '
+             f'transform="rotate(-90 20 {middle})">{html.escape(y_label)}</text>']
+    for n, name in enumerate(map(html.escape, shown)):
+        x, y = left + cell * (n + 0.5), top + cell * (n + 0.5) + 4
+        parts.append(f'<text x="{left - 8}" y="{y}" text-anchor="end">{name}</text>'
+                     f'<text transform="translate({x + 4} {top - 8}) rotate(-90)">{name}</text>')
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            share = count / max(1, sum(row))
+            color, x, y = COLORS[i != j], left + cell * j, top + cell * i
+            what = f"{y_label} {one_line(names[i])}, {x_label} {one_line(names[j])}: {count}"
+            parts.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" fill="{color}" '
+                         f'fill-opacity="{share:.3f}" stroke="#ddd">'
+                         f'<title>{html.escape(what)}</title></rect>')
+            if count and cell >= 24:
+                parts.append(f'<text x="{x + cell / 2}" y="{y + cell / 2 + 4}" '
+                             f'text-anchor="middle" fill="{"white" if share > 0.6 else "black"}">'
+                             f'{count}</text>')
     return "".join(parts) + "</svg>\n"
 
 

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import evaluate
 import export
 import track
+from engine import charts
 from engine.formats.chat_template import CHATML, Chat
 from engine.formats.layout import TEMPLATE
 from engine.training import costs
@@ -85,12 +87,42 @@ def test_the_report_counts_per_class_and_shows_what_went_wrong():
     rows = [[True, "a", "a", 0.9, "p1"], [False, "a", "b", 0.6, "p2"], [True, "b", "b", 0.8, "p3"]]
     text = "\n".join(evaluate.report(rows, ["a", "b", "c"]))
     assert "accuracy 0.6667 (2 of 3)" in text and "wrong: 'p2': expected a, actual b (score 0.60)" in text
-    table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line[:2] in ("a ", "b ", "c ")}
-    assert table == {"a": ["0.5000", "1", "1", "0", "[0]"], "b": ["1.0000", "0", "1", "0", "[1]"],
-                     "c": ["-", "0", "0", "0", "[2]"]}
+    table = [line.split() for line in text.splitlines() if line[:2] in ("a ", "b ", "c ") or line.startswith("macro")]
+    # By hand. Of two answers b one is right; both prompts of a: 2 * 1 / (2 + 1).
+    assert table == [["a", "1.0000", "0.5000", "0.6667", "2"], ["b", "0.5000", "1.0000", "0.6667", "1"], ["c", "-", "-", "-", "0"],
+                     ["macro", "average", "0.7500", "0.7500", "0.6667", "3"],
+                     ["a", "1", "1", "0", "[0]"], ["b", "0", "1", "0", "[1]"], ["c", "0", "0", "0", "[2]"]]
+    assert "without prompts in the test: c\n" in text
     few, many = ("\n".join(evaluate.report([[False, "a", "b", 0.6, "p"]] * n, ["a", "b"])) for n in (20, 21))
     assert few.count("wrong: ") == many.count("wrong: ") == 20
     assert "more" not in few and many.endswith("\n... and 1 more") and "accuracy 0.0000 (0 of 21)" in many
+
+
+def test_scores_of_classes_are_those_of_scikit_learn():
+    """
+    Its classification_report of the expected x x x x y y y z z w and the answers x x y z y y x z y v, zero_division=0, 1.9.1: to
+    four digits. w is never the answer, v never expected; u is neither, and no part of the average.
+    """
+    rows = [[a == b, a, b, 1.0, "p"] for a, b in zip("xxxxyyyzzw", "xxyzyyxzyv")]
+    matrix = evaluate.confusion_matrix(rows, [*"uvwxyz"])
+    scores = {name: values for name, *values in evaluate.class_scores(matrix, [*"uvwxyz"])}
+    assert scores["u"] == [None, None, None, 0] and scores["v"] == [0, None, 0, 0] and scores["w"] == [None, 0, 0, 1]
+    assert [[round(value, 4) for value in scores[name]] for name in "xyz"] == [
+        [0.6667, 0.5, 0.5714, 4], [0.5, 0.6667, 0.5714, 3], [0.5, 0.5, 0.5, 2]]
+    average = evaluate.macro_average([[name, *values] for name, values in scores.items()])
+    assert average == pytest.approx([(2 / 3 + 0.5 + 0.5) / 5, (0.5 + 2 / 3 + 0.5) / 5, (4 / 7 + 4 / 7 + 0.5) / 5])
+
+
+def test_the_matrix_is_a_picture_with_names_and_counts():
+    names = ["on & off", "音乐", "x" * 40]
+    image = ElementTree.fromstring(charts.heat_map([[3, 1, 0], [0, 4, 0], [0, 0, 0]], names, "actual", "expected"))
+    texts = [node.text for node in image.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["actual", "expected", *[name for name in ("on & off", "音乐", "x" * 23 + "…") for _ in range(2)], "3", "1", "4"]
+    cells = list(image.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    assert [float(node.get("fill-opacity")) for node in cells] == [0.75, 0.25, 0, 0, 1, 0, 0, 0, 0]
+    assert cells[1][0].text == "expected on & off, actual 音乐: 1" and len({cells[0].get("fill"), cells[1].get("fill")}) == 2
+    many = charts.heat_map([[0] * 150 for _ in range(150)], [str(n) for n in range(150)], "actual", "expected")
+    assert many.count("<rect") == 1 + 150 ** 2 and 'viewBox="0 0 1301 1281"' in many
 
 
 def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tmp_path, capsys):
@@ -139,7 +171,7 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     assert table["columns"] == ["Successful", "Expected", "Actual", "Score", "Prompt"] and len(table["data"]) == 30
     records = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*")))
     row = next(r["history"]["item"] for r in records if r["type"] == "history")
-    assert row["accuracy"] > 0.9 and row["accuracy/go"] > 0.9
+    assert row["accuracy"] > 0.9 and row["recall/go"] > 0.9 and row["f1"] > 0.9 and row["precision"] > 0.9
     assert any(key.startswith("confusion_matrix") for key in row)
     matrix = json.loads(next((tmp_path / "wandb").rglob("confusion_matrix_table_*.table.json")).read_text())
     counts = {(a, b): n for a, b, n in matrix["data"]}
@@ -147,6 +179,8 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     kept = json.loads((tmp_path / "tuned/evaluation.json").read_text())  # for the page
     assert kept["accuracy"] == row["accuracy"] and kept["names"] == ["go", "stop", "wait"]
     assert kept["matrix"] == [[counts[a, b] for b in kept["names"]] for a in kept["names"]]
+    assert kept["macro_average"]["f1"] == row["f1"] and kept["scores"][0] == ["go", *(row[f"{m}/go"] for m in kept["macro_average"]), 10]
+    assert (tmp_path / "tuned/confusion.svg").read_text().startswith("<svg") and "wrote tuned/confusion.svg" in done.stdout
 
 
 @pytest.mark.parametrize("content, message", [

@@ -23,12 +23,23 @@ from engine.untrusted import read_json
 MARK = "trainer.json"
 # What a trainer writes into its out_dir besides checkpoints.
 OURS = ("log.jsonl", "config.json", "result.json", "wandb.json", "diff.patch", "evaluation.json",
-        "tensorboard", "swanlab", "model.gguf", "last.gguf", "latest", "best")
+        "confusion.svg", "tensorboard", "swanlab", "model.gguf", "last.gguf", "latest", "best")
 held = None  # the open and locked MARK of the folder that this process trains in
 
 
 class Refused(OSError):
     """An error whose message says in one line why this process may not train in a folder."""
+
+
+def sample_prompt(model):
+    """
+    Return the first prompt of a run's samples. model: path of the run, or of a checkpoint or a
+    model file in it. "" if it is of no run.
+    """
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent
+    prompts = read_json(folder / "config.json", default={}).get("sample_prompt", "")
+    return prompts.split("|")[0] if isinstance(prompts, str) and prompts != "auto" else ""
 
 
 # ---- recovery ------------------------------------------------------------------------------------
