@@ -1,9 +1,10 @@
 """
 Generate text from a trained model in PyTorch. `run` does the same in C, faster.
 
-    python sample.py out/my --prompt="Once upon a time" --num_samples=3 --temperature=0.8
+    python sample.py out/my --num_samples=3 --temperature=0.8
+    python sample.py out/my --prompt="Once upon a time"
     python sample.py out/my --prompts=prompts.txt --temperature=0
-    python sample.py out/my --prompt="Once upon a time" --attention=look.html
+    python sample.py out/my --attention=look.html
 
 The last command draws how the model processes the prompt: attention, likely next tokens.
 """
@@ -16,7 +17,7 @@ from configurator import configure, fail  # first: it reports packages that are 
 import torch
 
 from engine.debug import inside
-from engine.training import checkpoint, distributed, hardware
+from engine.training import checkpoint, distributed, hardware, run_folder
 from engine.training.load import load_model
 from engine.streams import without_controls
 from engine.untrusted import read_untrusted
@@ -26,7 +27,8 @@ from tokenizer import decode_utf8
 out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
                         # folder, a Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # vocabulary of a llama2.c file: tokenizer.model, .json or .bin
-prompt = ""             # text to continue
+prompt = "auto"         # text to continue; auto: that of the samples in the run's log, which is
+                        # from its own text; empty: the model begins the text
 prompts = ""            # instead continue each line of this UTF-8 file
 num_samples = 1         # number of continuations of each prompt
 max_new_tokens = 256    # max tokens of each; beyond its context the model sees the latest tokens
@@ -48,17 +50,20 @@ def check_settings():
             ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
         if not valid:
             fail(f"{name} is {value}, expected {expected}")
-    if prompt and prompts:
+    if prompt not in ("auto", "") and prompts:
         fail(f"--prompts={prompts}: expected no --prompt beside it")
     if attention and not (prompt and attention.endswith(".html")):
         fail(f"--attention={attention}: expected a name that ends in .html, "
              "and a --prompt to look at")
 
 
-def read_prompts():
-    """Return the lines of the file `prompts`, or [prompt] without one. Empty lines are prompts."""
+def read_prompts(own):
+    """
+    Return the lines of the file `prompts`, or [own] without one. own: the prompt. Empty lines are
+    prompts.
+    """
     if not prompts:
-        return [prompt]
+        return [own]
     try:
         data = read_untrusted(prompts, MAX_PROMPTS).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
@@ -69,9 +74,9 @@ def read_prompts():
     return [line.removesuffix("\r") for line in lines]
 
 
-def write_attention(model, vocabulary):
-    """Write the page's view of the model's computation on the prompt to a file."""
-    page = html(inside.describe(model, vocabulary, prompt, out_dir))
+def write_attention(model, vocabulary, text):
+    """Write the page's view of the model's computation on a text to a file."""
+    page = html(inside.describe(model, vocabulary, text, out_dir))
     try:
         Path(attention).write_text(page, encoding="utf-8")
     except OSError as e:
@@ -82,11 +87,15 @@ def write_attention(model, vocabulary):
 def main():
     check_settings()
     torch_device = distributed.setup(device)
-    model, vocabulary = load_model(checkpoint.newest_run(out_dir), tokenizer, torch_device)
+    folder = checkpoint.newest_run(out_dir)
+    model, vocabulary = load_model(folder, tokenizer, torch_device)
+    own = run_folder.sample_prompt(folder) if prompt == "auto" else prompt
     if attention:
-        return write_attention(model, vocabulary)
+        if not own:
+            fail(f"--attention={attention}: {folder} has no prompt of its own; give a --prompt")
+        return write_attention(model, vocabulary, own)
     texts = [(vocabulary.encode_prompt(line), seed + n)
-             for line in read_prompts() for n in range(num_samples)]
+             for line in read_prompts(own) for n in range(num_samples)]
     stop, context = (vocabulary.bos_id, vocabulary.eos_id), model.args.max_seq_len
     warned = False
     for first in range(0, len(texts), AT_ONCE):

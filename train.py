@@ -77,8 +77,8 @@ checks = "all"              # checks before the first step: all, none, some (fut
                             # but some (-leak). Without the check files, files that can't be read as
                             # text are skipped and counted; without export, a model that no model
                             # file can hold is trained
-sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
-                                    # separated by |
+sample_prompt = "auto"      # prompts that the model continues at every evaluation, separated by |;
+                            # auto: the beginning of a validation document
 json = False                # print the result as the last line: what result.json holds
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server

@@ -105,7 +105,7 @@ def test_sample_writes_one_file_in_which_texts_are_no_script(made, path, tmp_pat
     assert text.count("<script") == text.count("</script") == 2 and "src=" not in text.replace(json.dumps(HOSTILE), "")
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert "".join(data["tokens"][1:]).replace("<0xC3><0xA9>", "é") == HOSTILE
-    write = functools.partial(sample.write_attention, *made)
+    write = functools.partial(sample.write_attention, *made, "a")
     for refuse, attention, prompt, said in ((write, f"{tmp_path}/no/x.html", "a", "cannot be written"),
                                             (sample.check_settings, f"{tmp_path}/x.txt", "a", ".html"),
                                             (sample.check_settings, f"{tmp_path}/y.html", "", "a --prompt to look at")):

@@ -7,11 +7,12 @@ and nothing changes it afterwards.
 from functools import partial
 
 from configurator import fail
+from engine.text import sample_prompts
 from engine.text.prepare import as_prepared, text_bytes
 from engine.text.prepare import load as load_prepared
 from engine.training import fit_batch, hardware, load, lora, mode, plan, progress, resume
 from engine.training.costs import TrialSetup
-from engine.training.distributed import on_master
+from engine.training.distributed import on_master, say
 from engine.training.training import Resolved
 from engine.training.validate import check_settings, checked_args, refuse_unseen
 
@@ -72,6 +73,10 @@ def resolve(config, device, prepare, build):
     args = checked_args(config, build.model_args(config, vocab_size), prepared)
     if find_batch and not resuming and not config.eval_only and not config.overfit:
         config = config.changed(**on_master(fit_batch.largest_batch, config, args, setup))
+    if config.sample_prompt == "auto":
+        prompt = sample_prompts.choose(prepared, config.max_seq_len)
+        config = config.changed(sample_prompt=prompt)
+        say(f"samples continue {prompt!r}; --sample_prompt sets other prompts")
     return Resolved(config, start, resuming, changes, clock, setup, prepared, args)
 
 
