@@ -65,11 +65,12 @@ def test_of_conversations_it_is_a_question_of_theirs(tmp_path):
 
 
 def test_a_training_on_chinese_continues_and_suggests_chinese(tmp_path):
-    """So does sample.py. The prompt is in the settings of the run and of its checkpoints, which a resumed run takes."""
+    """So does sample.py, and the vocabulary is of characters. The prompt is in the settings of the run and of its checkpoints, which a resumed run takes."""
     (tmp_path / "novel.txt").write_text(CHINESE * 40)
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
-    words = ["--data=novel.txt", "--vocab_source=char", "--minutes=0.02", "--dim=32", "--n_layers=1", "--device=cpu", "--checks=none", "--peak_tflops=0.1"]
+    words = ["--data=novel.txt", "--minutes=0.02", "--dim=32", "--n_layers=1", "--device=cpu", "--checks=none", "--peak_tflops=0.1"]
     done = forked.run([ROOT / "train.py", *words], tmp_path, env)
+    assert json.loads((tmp_path / "out/novel/config.json").read_text())["vocab_source"] == "char" and "2.9 bytes: too short" in done.stdout
     assert done.returncode == 0 and done.stdout.endswith("./run out/novel/model.gguf -i '此开卷第一回也'\n"), done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out/novel/log.jsonl").read_text().splitlines()]
     assert {prompt for row in rows for prompt, *_ in row.get("samples", [])} == {"此开卷第一回也"}

@@ -49,6 +49,26 @@ def test_when_the_sizes_follow_from_the_time():
     assert not plan.derives_from_time(knobs(init_from="out/demo"), {"init_from"})
 
 
+def test_a_small_text_of_characters_of_many_bytes_is_read_by_characters(tmp_path):
+    """Whatever encoding and kind of file it is in; not a large one, one of short characters, or one whose vocabulary is given."""
+    chinese, mixed = "列位看官：你道此书从何而来？说起根由，虽近荒唐，细按则深有趣味。\n" * 20, "训练 loss 的单位是 nats，比特除以 ln 2。\n" * 30
+    (tmp_path / "zh.txt").write_text(chinese)
+    (tmp_path / "mixed.txt").write_text(mixed)
+    (tmp_path / "gb.txt").write_bytes(chinese.encode("gb18030"))
+    (tmp_path / "utf16.txt").write_text(chinese, encoding="utf-16")
+    (tmp_path / "zh.jsonl").write_text(json.dumps({"text": chinese}) * 2)
+    (tmp_path / "en.txt").write_text("Ça va, naïve café? Once upon a time there was. " * 30)
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few/a.md").write_text(chinese)
+    for name, has_characters in {"zh.txt": 1, "mixed.txt": 1, "gb.txt": 1, "utf16.txt": 1, "zh.jsonl": 1, "few": 1, "en.txt": 0}.items():
+        config = knobs(data=str(tmp_path / name), cache=str(tmp_path / "cache"))
+        assert [*plan.plan_characters(config, {"data"}, 10_000)] == ["vocab_source"] * has_characters, name
+    assert not plan.plan_characters(config, {"data", "vocab_size"}, 10_000)
+    config = config.changed(data=str(tmp_path / "zh.txt"))
+    assert not plan.plan_characters(config, set(), 10 ** 6) and not plan.plan_characters(config, {"vocab_source"}, 1)
+    assert not plan.plan_characters(config.changed(data="stories"), set(), 1)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_little_three_quarters(size):
     for dim in plan.WIDTHS:

@@ -170,6 +170,20 @@ def first_characters(first):
     return first.decode(name or "utf-8", "ignore").lstrip("\ufeff")
 
 
+def first_text(path):
+    """
+    Return the characters that the first HEAD bytes of a file stand for, with JSON's \\uXXXX as
+    characters; "" if they are not text.
+    """
+    first = first_bytes(path)
+    text = None if b"\0" in first else decoded(first, "utf-8")
+    if text is None and (name := encoding(first)):
+        text = decoded(first, name)
+    if suffix(path) in (".json", ".jsonl"):
+        text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text or "")
+    return text or ""
+
+
 def is_list(text):
     """Return whether the text starts like a JSON list of objects."""
     return bool(re.match(r"\s*\[\s*\{", text))

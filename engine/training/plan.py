@@ -5,9 +5,9 @@ The evidence for the rules that use the text and the time budget is in doc/lab/o
 `given` is the set of settings that the user has set, which no rule changes; `size` is the number of
 bytes of the text; `setup` is the costs.TrialSetup with which the time of a step is measured.
 
-A plan is {setting: (value, reason)}. It is made in two parts: plan_shape comes first, since the
-shape of the model decides the vocabulary; plan_length needs the number of tokens of the text, which
-is known once the text is encoded with that vocabulary.
+A plan is {setting: (value, reason)}. It is made in three parts. plan_characters looks at a small
+text. plan_shape comes next, since the shape of the model decides the size of any other vocabulary.
+plan_length needs the number of tokens of the text, which is known once the text is encoded.
 """
 import math
 import time
@@ -17,7 +17,7 @@ import numpy as np
 
 from configurator import STARTED, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
-from engine.text.prepare import is_prepared, read_meta, usual_pieces
+from engine.text.prepare import bytes_per_character, is_prepared, read_meta, usual_pieces
 from engine.training import distill, distributed, hardware, lora, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
                                    tokens_per_step)
@@ -34,6 +34,8 @@ RESERVE = 0.03        # fraction of the time budget that is kept for what follow
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
+CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
+                            # characters learn more than bytes or pieces
 LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
 GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
                       # below, it still waits for kernel launches
@@ -88,6 +90,22 @@ def derives_from_time(config, given):
     is_own_text = config.data.split(":")[0] != "stories"
     trains_anew = not (resume.is_fine_tuning(config) or config.eval_only)
     return is_own_text and trains_anew and not given & {"depth", "max_iters", "max_minutes"}
+
+
+def plan_characters(config, given, size):
+    """
+    Return the plan of a vocabulary of characters for a small text in a script of several bytes a
+    character, or {}.
+    """
+    if size > CHARACTERS_BELOW or given & {"vocab_source", "vocab_size", "max_vocab_size"}:
+        return {}
+    if is_prepared(config.data) or config.data.split(":")[0] == "stories":
+        return {}
+    length = bytes_per_character(config.data, config.cache, config.column)
+    if length < 1.5:
+        return {}
+    return {"vocab_source": ("char", f"a character of this text has {length:.2g} bytes: too short "
+                                     f"a text to learn them from bytes or to teach words")}
 
 
 def plan_shape(config, given, size, setup):

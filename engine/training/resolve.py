@@ -87,7 +87,9 @@ def plan_from_time(config, given, prepare, setup):
     number of steps comes last, since it needs the text's number of tokens.
     """
     size = on_master(text_bytes, config.data, config.cache, config.column)
-    shape = on_master(plan.plan_shape, config, given, size, setup)
+    vocabulary = on_master(plan.plan_characters, config, given, size)
+    config = config.changed(**plan.values(vocabulary))
+    shape = on_master(plan.plan_shape, config, given | vocabulary.keys(), size, setup) | vocabulary
     config = config.changed(**plan.values(shape))
     prepared = load_data(config, prepare, setup.device)
     context = plan.plan_context(config, given, prepared)
