@@ -44,7 +44,8 @@ def resolve(config, device, prepare, build):
     elif resume.is_fine_tuning(config):
         adopted, imported = on_master(load.adopt, config, given)
         config, given = config.changed(**adopted), given | adopted.keys()
-    config = config.changed(**on_master(load.teachers_vocabulary, config, given))
+    taken = on_master(load.teachers_vocabulary, config, given)
+    config, given = config.changed(**taken), given | taken.keys()
     if start:
         template = on_master(load.chat_template, start)
     prepare = partial(prepare, chat_template=template)
