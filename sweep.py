@@ -1,420 +1,808 @@
 """
 Run a W&B sweep file without a server.
 
-    python sweep.py sweeps/random.yaml [--count=12] [--out_dir=out/sweep]
+    python sweep.py sweeps/random.yaml                 trial N trains in out/random/N
+    python sweep.py sweeps/random.yaml --parallel=2    two trials at a time, which share the cores
+    python sweep.py sweeps/random.yaml --seeds=3       each with three seeds, whose mean decides
+    python sweep.py sweeps/random.yaml --prune         stop trials that are worse than the median
 
 The same file runs with `wandb sweep FILE` and `wandb agent ID`. Grid and random search need no
-package, bayes needs `pip install optuna`. Trial N trains in out_dir/N. The file and the seed
-determine the values of every trial, so the same command continues an interrupted sweep; a folder
-with trials of another sweep is refused. At the end compare.py's table shows all trials.
+package; bayes and --prune need Optuna. The output of trial N goes to out_dir/N.txt. At the end a
+table shows all trials, the best one first, and a line shows the command of the best.
+
+The same command continues a sweep after Ctrl-C or a kill. The ledger, out_dir/sweep.jsonl, records
+each start and end, so that finished and pruned trials are not run again. The file and the seed
+determine the values of every trial, with bayes together with the results of the earlier trials. A
+folder with trials of another sweep is refused.
 """
 import contextlib
+import fcntl
 import itertools
-import json
-import math
 import os
 import random
-import re
+import shlex
+import signal
+import statistics
+import subprocess
 import sys
+import time
+from dataclasses import dataclass, field
+from json import dumps, loads
 from pathlib import Path
 
+from tqdm import tqdm
+
 import compare
-from configurator import advice, configure, convert, fail, read_file, source_knobs
+from configurator import configure, convert, fail, read_file
 from engine.advice import renamed
-from engine.programs import run_program
+from engine.files import write_atomic
+from engine.programs import passing_signals
 from engine.streams import one_line, outlast
-from engine.untrusted import MAX_JSON, read_json
+from engine.sweep_file import check, command_of, draw, grid, knobs_of, program, suggest, varies
+from engine.tracking.redact import redact
+from engine.tracking.runs import Run, is_finite, read_run
+from engine.untrusted import MAX_JSON, parse_json, read_json, read_untrusted
+from engine.verdict import judge, sentence
 
 file = ""       # the sweep: a .yaml file in W&B's format
 count = 0       # number of trials; 0: the file's run_cap, else the whole grid, else 20
 out_dir = ""    # folder for the trials' folders; "": the file's out_dir, else out/sweep
 seed = 1337     # of random and bayes
+seeds = 1       # train each trial with so many seeds; their mean decides
+parallel = 1    # max trials at a time; each gets its share of the cores as threads, and of the GPUs
+prune = False   # once 5 trials have finished, stop a trial whose metric is worse than their median
+                # at the same step (needs: pip install optuna)
+json = False    # print the result as the last line
 
-UNIFORM = ("uniform", "int_uniform", "q_uniform", "log_uniform_values", "q_log_uniform_values",
-           "int_log_uniform_values")
-METRIC = "metric: {name: loss/val, goal: minimize}"
-KEYS = {"program", "method", "metric", "parameters", "run_cap", "name", "description", "project",
-        "entity", "command"}
-COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]  # W&B's default
-ENVIRONMENT_VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-SET_BY_SWEEP = ("out_dir", "init_from")  # for each trial
+LEDGER = "sweep.jsonl"
 DERIVED = {"batch_size", "gradient_accumulation_steps"}  # the trainer derives them if batch_size=0
+ENDED = ("finished", "pruned")  # status of trials that are not run again
+ORDER = ("finished", "pruned", "stopped", "failed")  # of the table
+VOCABULARY = ("vocab_source", "vocab_size", "max_vocab_size", "data")  # settings that change it
+MIN_FINISHED = 5      # trials that must have finished before one is pruned
+POLL = 0.1            # seconds between looks at the running trials
+MAX_OUTPUT = 1 << 20  # bytes of a failed trial's output to search for the error
+MAX_WHY = 300         # characters of an error
 
 
-def check(sweep):
+@dataclass
+class Trial:
     """
-    Exit if this program cannot run a sweep, or would run it differently from W&B. Convert numbers
-    that YAML reads as texts.
+    A point of the search. number: from 1 on; values: {setting: value} for its program; folder: the
+    program's out_dir.
+
+    asked, params: Optuna's trial and the values that Optuna proposed, None and {} without it.
+    status: "started", "finished", "pruned", "stopped" (to be continued, as after Ctrl-C) or
+    "failed"; why: the reason for the last three. seconds: time in all sessions. results: {seed:
+    best value of the metric}; steps: the last step that was logged. reported: the last step that
+    Optuna knows.
     """
-    if not isinstance(sweep.get("parameters"), dict) or not sweep["parameters"]:
-        fail(f"{file}: has no parameters; sweeps/grid.yaml shows a sweep")
-    if sweep.get("method") not in ("grid", "random", "bayes"):
-        fail(f"{file}: method is {sweep.get('method')!r}, expected grid, random or bayes")
-    for key in sweep.keys() - KEYS:
-        fail(f"{file}: {key!r} is not known here; run this sweep with wandb sweep, or remove it")
-    check_metric(sweep)
-    for key in ("name", "description", "project", "entity"):
-        if not isinstance(sweep.get(key, ""), str):
-            fail(f"{file}: {key} is {sweep[key]!r}, expected a text")
-    command = sweep.get("command", COMMAND)
-    check_command(command)
-    if type(sweep.get("run_cap", 1)) is not int or sweep.get("run_cap", 1) < 1:
-        fail(f"{file}: run_cap is {sweep['run_cap']!r}, expected a whole number from 1 on")
-    known = knobs_of(program(sweep)) if "${program}" in command else {}
-    for name, spec in sweep["parameters"].items():
-        check_parameter(name, spec, sweep["method"])
-        if name == "out_dir" and "value" not in spec:
-            fail(f"{file}: out_dir is {spec!r}, expected value: the folder for all trials; trial N "
-                 "trains in out_dir/N")
-        if known and name not in known:
-            fail(f"{file}: {program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
-        if known and "values" in spec and type(known[name][0]) in (int, float):
-            default = known[name][0]
-            spec["values"] = [convert(name, str(value), default, file) for value in spec["values"]]
+    number: int
+    values: dict
+    folder: Path
+    asked: object = None
+    params: dict = field(default_factory=dict)
+    status: str = ""
+    why: str = ""
+    seconds: float = 0.0
+    results: dict = field(default_factory=dict)
+    steps: int = 0
+    reported: int = 0
+
+    @property
+    def value(self):
+        """The mean of the seeds' results, None without any."""
+        return statistics.fmean(self.results.values()) if self.results else None
+
+    @property
+    def deviation(self):
+        """The standard deviation of the seeds' results, None for fewer than two."""
+        return statistics.stdev(self.results.values()) if len(self.results) > 1 else None
 
 
-def check_metric(sweep):
-    if "metric" not in sweep:
-        if sweep["method"] == "bayes":
-            fail(f"{file}: bayes needs a metric; expected {METRIC}")
-        return
-    metric = sweep["metric"]
-    valid = (isinstance(metric, dict) and isinstance(metric.get("name"), str)
-             and type(metric.get("target", 0)) in (int, float)
-             and metric.get("goal", "minimize") in ("minimize", "maximize"))
-    if not valid:
-        fail(f"{file}: metric is {metric!r}, expected {METRIC}, or maximize")
-    for key in metric.keys() - {"name", "goal", "target"}:
-        fail(f"{file}: metric has {key!r}, which is not known here; run this sweep with wandb "
-             "sweep, or remove it")
+@dataclass
+class Running:
+    """
+    A trial that runs. slot: number below `parallel` that no other running trial has. output: open
+    file of what its program prints. log: what its first seed has logged. process: its program;
+    None while a program still runs that an earlier session has started and that outlived it. begin:
+    time of its start by time.monotonic(); offset: size of `output` then. pruned: why the sweep has
+    asked it to stop, "" if it has not.
+    """
+    trial: Trial
+    slot: int
+    output: object
+    log: Run
+    process: subprocess.Popen | None = None
+    begin: float = 0.0
+    offset: int = 0
+    pruned: str = ""
 
 
-def check_command(command):
-    """Exit if a command would not do here what it does under `wandb agent`."""
-    is_list = isinstance(command, list) and command
-    if not is_list or not all(isinstance(word, (str, int, float)) for word in command):
-        fail(f"{file}: command is {command!r}, expected a list of words such as "
-             f"{json.dumps(COMMAND)}")
-    words, known = [str(word) for word in command], macros({}, "")
-    for word in words:
-        # The value of ${envvar:NAME} may be any word, so it is removed before the check.
-        if is_macro(ENVIRONMENT_VARIABLE.sub("", word)) and word[2:-1] not in known:
-            fail(f"{file}: command has {word}, expected one of "
-                 f"{', '.join(f'${{{name}}}' for name in known)}")
-        for name in ENVIRONMENT_VARIABLE.findall(word):
-            if name not in os.environ:
-                fail(f"{file}: command has {word}, but the environment has no {name}")
-        key = word.lstrip("-+").partition("=")[0].replace("-", "_")
-        if key in SET_BY_SWEEP and word != key:  # "out_dir" without dashes or = is no option
-            fail(f"{file}: command sets {word}, but the sweep gives each trial its own {key}; set "
-                 "it under parameters")
-    if not any(word.startswith("${args") for word in words):
-        fail(f"{file}: command has no ${{args}}, so that a trial would not get its values")
+# ---- the ledger ----------------------------------------------------------------------------------
+
+class Ledger:
+    """
+    out_dir/sweep.jsonl: a line for the sweep, then one for each start and each end of a trial. This
+    process holds a lock on it. rows: {number of a trial: its latest row of earlier sessions}.
+    """
+
+    def __init__(self, folder):
+        """Open the ledger, or begin one. Exit if a sweep runs there, or the file is foreign."""
+        path = folder / LEDGER
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "ab", buffering=0)
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lines = read_untrusted(path, MAX_JSON).splitlines(keepends=True)
+        except BlockingIOError:
+            fail(f"{folder}: another sweep runs there; wait for it, or give another --out_dir")
+        except OSError as e:
+            fail(f"{path}: cannot be written ({e.strerror}); give another --out_dir")
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                rows.append(parse_json(line))
+        rows = [row for row in rows if isinstance(row, dict)]
+        if lines and (not rows or rows[0].get("made_by") != "llamac"):
+            fail(f"{path}: is not of a sweep; move it elsewhere, or give another --out_dir")
+        self.rows = {row["trial"]: row for row in rows if type(row.get("trial")) is int}
+        if not lines:
+            self.write({"made_by": "llamac", "sweep": file, "seed": seed})
+        elif not lines[-1].endswith(b"\n"):  # a kill or a full disk cut it
+            self.file.write(b"\n")
+
+    def write(self, row):
+        """Append a row. Exit if the disk fails."""
+        try:
+            self.file.write((dumps(row) + "\n").encode())
+        except OSError as e:
+            fail(f"{self.file.name}: cannot be written ({e.strerror}); make room, then the same "
+                 "command continues the sweep")
+
+    def note(self, trial):
+        """Append the state of a trial."""
+        self.write({"trial": trial.number, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+                    "status": trial.status, "why": trial.why, "seconds": round(trial.seconds, 1),
+                    "value": trial.value, "params": trial.params, "values": recorded(trial)})
 
 
-def is_macro(word):
-    return word.startswith("${") and word.endswith("}")
+def recorded(trial):
+    """Return the values of a trial as the ledger has them: without out_dir, which may be moved."""
+    values = {name: value for name, value in trial.values.items() if name != "out_dir"}
+    return redact(loads(dumps(values, default=str)))
 
-
-def program(sweep):
-    """Return the path of the program to run: as the file has it, else beside this program."""
-    path = Path(str(sweep.get("program", "train.py")))
-    path = path if path.is_file() else Path(__file__).parent / path.name
-    return path if path.is_file() else fail(f"{file}: no program {sweep['program']}")
-
-
-def knobs_of(path):
-    """Return the settings of a program as {name: (default, ...)}; {} if it has no configure()."""
-    is_ours = "configure(globals()" in path.read_text(encoding="utf-8", errors="replace")
-    return source_knobs(path) if is_ours else {}
-
-
-def check_parameter(name, spec, method):
-    if not isinstance(spec, dict) or not spec.keys() & {"value", "values", "min"}:
-        fail(f"{file}: {name} is {spec!r}, expected value: ..., values: [...], "
-             "or min: ... and max: ...")
-    refuse_unused(name, spec, method)
-    if "min" in spec:
-        check_range(name, spec, method)
-    if "values" not in spec:
-        return
-    if not isinstance(spec["values"], list) or not spec["values"]:
-        fail(f"{file}: {name} has values {spec['values']!r}, expected a list such as [1, 2]")
-    weights, n = spec.get("probabilities"), len(spec["values"])
-    if weights is not None and not are_weights(weights, n):
-        fail(f"{file}: {name} has probabilities {weights!r}, expected {n} numbers from 0 on")
-
-
-def refuse_unused(name, spec, method):
-    """Exit if a parameter has a key or a distribution that would have no effect here."""
-    # In words, the keys that are used, and the distributions that such a parameter may name.
-    if "value" in spec:
-        what, used, kinds = "a value", {"value"}, ["constant"]
-    elif "values" in spec:
-        what, used, kinds = "values", {"values"}, ["categorical"]
-        if method == "random":
-            used.add("probabilities")
-            kinds.append("categorical_w_probabilities")
-    else:
-        kind = str(distribution(spec)) if "max" in spec else ""
-        what, used, kinds = f"a range of distribution {kind}", {"min", "max"}, []
-        if kind.startswith("q_"):
-            used.add("q")
-    for key in spec.keys() - used - {"distribution"}:
-        fail(f"{file}: {name} has {key!r}, which is not used with {what} in method {method}; "
-             "remove it")
-    if kinds and spec.get("distribution", kinds[0]) not in kinds:
-        fail(f"{file}: {name} has {what} and distribution {spec['distribution']!r}, expected "
-             f"{kinds[0]}")
-
-
-def check_range(name, spec, method):
-    """Check min, max and q, and convert them to numbers: YAML reads 1e-4 (no point) as a text."""
-    if method == "grid":
-        fail(f"{file}: {name} is a range, but a grid needs values: [...]")
-    if "max" not in spec:
-        fail(f"{file}: {name} has no max, expected min <= max")
-    for key in spec.keys() & {"min", "max", "q"}:
-        spec[key] = to_number(name, key, spec[key])
-    kind = distribution(spec)
-    if kind not in UNIFORM:
-        fail(f"{file}: {name} has distribution {kind!r}, expected one of {', '.join(UNIFORM)}")
-    if kind.startswith("int"):
-        for key in ("min", "max"):
-            if spec[key] != int(spec[key]):
-                fail(f"{file}: {name} has {key} {spec[key]}, expected a whole number for {kind}")
-            spec[key] = int(spec[key])
-    if not spec["min"] <= spec["max"]:
-        fail(f"{file}: {name} goes from {spec['min']} to {spec['max']}, expected min <= max")
-    if "log" in kind and spec["min"] <= 0:
-        fail(f"{file}: {name} has min {spec['min']}, expected above 0 for {kind}")
-    if spec.get("q", 1) <= 0:
-        fail(f"{file}: {name} has q {spec['q']}, expected above 0")
-
-
-def to_number(name, key, value):
-    """Return an int unchanged and anything else as a finite float."""
-    with contextlib.suppress(TypeError, ValueError):
-        found = value if type(value) is int else float(value)
-        if math.isfinite(found):
-            return found
-    return fail(f"{file}: {name} has {key} {value!r}, expected a number")
-
-
-def are_weights(weights, n):
-    """Return whether these are n finite weights, not all 0, of a random choice."""
-    if not isinstance(weights, list) or len(weights) != n:
-        return False
-    return (all(type(w) in (int, float) and w >= 0 for w in weights)
-            and 0 < sum(weights) < math.inf)
-
-
-def distribution(spec):
-    """Return the distribution of a range; as in W&B, the default for two ints is an int."""
-    ints = type(spec["min"]) is int and type(spec.get("max")) is int
-    return spec.get("distribution", "int_uniform" if ints else "uniform")
-
-
-# ---- values of a trial ---------------------------------------------------------------------------
-
-def grid(parameters):
-    """Yield every combination of values; the last parameter varies fastest."""
-    choices = [spec.get("values") or [spec["value"]] for spec in parameters.values()]
-    for values in itertools.product(*choices):
-        yield dict(zip(parameters, values))
-
-
-def draw(spec, rng):
-    """Return one random value of a parameter."""
-    if "value" in spec:
-        return spec["value"]
-    if "values" in spec:
-        return rng.choices(spec["values"], spec.get("probabilities"))[0]
-    kind, low, high = distribution(spec), spec["min"], spec["max"]
-    if kind == "int_uniform":
-        return rng.randint(low, high)
-    if "log" in kind:
-        x = math.exp(rng.uniform(math.log(low), math.log(high)))
-    else:
-        x = rng.uniform(low, high)
-    return quantize(x, spec, kind)
-
-
-def quantize(x, spec, kind):
-    """Round to a multiple of q if the distribution has one; whole numbers become ints."""
-    if kind.startswith("int"):
-        return round(x)
-    if kind.startswith("q_"):
-        q = spec.get("q", 1)
-        x = round(x / q) * q
-        return int(x) if float(q).is_integer() else x
-    return x
-
-
-def suggest(name, spec, trial):
-    """Return the value of a parameter that Optuna's trial proposes."""
-    if "value" in spec:
-        return spec["value"]
-    if "values" in spec:
-        return trial.suggest_categorical(name, spec["values"])
-    kind, low, high = distribution(spec), spec["min"], spec["max"]
-    if kind.startswith("int"):
-        return trial.suggest_int(name, low, high, log="log" in kind)
-    return quantize(trial.suggest_float(name, low, high, log="log" in kind), spec, kind)
-
-
-# ---- trials --------------------------------------------------------------------------------------
 
 def refuse_other(sweep, values, folder):
     """Exit if a trial's folder holds a trial with other values: the trainer would resume it."""
-    stored = read_json(folder / "config.json", MAX_JSON, {})
-    stored |= renamed(stored)  # another program than train.py may use the old names
-    known = knobs_of(program(sweep))
-    names = stored.keys() & values.keys()
-    if values.get("batch_size") == 0:
-        names -= DERIVED
-    for name in names:
-        new = values[name]
-        if name in known:
-            new = convert(name, str(new), known[name][0], file)
-        if varies(sweep, name) and new != stored[name] and str(new) != str(stored[name]):
-            fail(f"{folder}: holds a trial with {name}={stored[name]}, this sweep's has "
-                 f"{name}={new}; give another --out_dir")
+    of_seeds, of_one = sorted(folder.glob("seed*/config.json")), folder / "config.json"
+    if not of_seeds and not of_one.exists():
+        return
+    known = knobs_of(sweep)
+    has_seeds = "seeds" in known and values.get("seeds", 1) > 1
+    if of_seeds and not has_seeds:
+        fail(f"{folder}: holds a trial with several seeds; give the same --seeds, or another "
+             "--out_dir")
+    if of_one.exists() and has_seeds:
+        fail(f"{folder}: holds a trial without --seeds; give another --out_dir")
+    for path in of_seeds or [of_one]:
+        stored = read_json(path, MAX_JSON, {})
+        stored |= renamed(stored)  # another program than train.py may use the old names
+        names = stored.keys() & values.keys()
+        if values.get("batch_size") == 0:
+            names -= DERIVED
+        for name in names:
+            new = values[name]
+            if name in known:
+                new = convert(name, str(new), known[name][0], file)
+            if varies(sweep, name) and new != stored[name] and str(new) != str(stored[name]):
+                fail(f"{folder}: holds a trial with {name}={stored[name]}, this sweep's has "
+                     f"{name}={new}; give another --out_dir")
 
 
-def run_trial(sweep, number, values, folder):
-    """
-    Train with these values in folder/number. Return the best value of the metric, or None if the
-    training failed.
-    """
-    origin = values.get("init_from", "scratch")
-    values = values | {"out_dir": str(folder / str(number)),
-                       "init_from": "auto" if origin == "scratch" else origin}  # auto: may resume
-    refuse_other(sweep, values, folder / str(number))
-    shown = [one_line(f"{k}={v}") for k, v in values.items() if varies(sweep, k)]
-    print(f"trial {number}: {', '.join(shown)}", flush=True)
-    command, environment = command_of(sweep, values)
+# ---- the cores and GPUs that trials share --------------------------------------------------------
+
+def cores():
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpus():
+    """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
-        code, signals = run_program(command, environment)
-    except OSError as e:
-        fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
-    if signals:
-        print(f"stopped in trial {number}; the same command continues the sweep", file=sys.stderr)
-        sys.exit(128 + signals[0])
-    if code < 0 or code == 130:
-        fail(f"trial {number} was stopped; the same command continues the sweep")
-    if code:
-        print(f"trial {number} failed with code {code}", flush=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [] if done.returncode else done.stdout.split()
+
+
+def shares(names):
+    """
+    Return the environment variables of each slot, [{variable: value}]: threads, so that the trials
+    do not compete for cores, and a GPU. What the user has set stays. names: settings that the sweep
+    gives.
+    """
+    found = [{} for _ in range(parallel)]
+    if parallel == 1:
+        return found
+    devices = [] if "device" in names else gpus()
+    for slot, variables in enumerate(found):
+        if not os.environ.get("OMP_NUM_THREADS"):
+            variables["OMP_NUM_THREADS"] = str(max(1, cores() // parallel))
+        if len(devices) > 1:
+            variables["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return found
+
+
+# ---- Optuna --------------------------------------------------------------------------------------
+
+def make_study(sweep, goal):
+    """Return Optuna's study if this sweep needs one, otherwise None. Exit if Optuna is missing."""
+    if not prune and sweep["method"] != "bayes":
         return None
-    return best_value(sweep, compare.read_runs([folder / str(number)])[0])
-
-
-def macros(values, path):
-    """
-    Return {name: words} of each ${name} in a command, as `wandb agent` expands them.
-    Source: wandb/sdk/launch/sweeps/utils.py
-    """
-    flags = [f"{name}={value}" for name, value in values.items()]
-    no_booleans = [f"--{name}" if value is True else f"--{name}={value}"
-                   for name, value in values.items() if value is not False]
-    pairs = [[f"--{name}", str(value)] for name, value in values.items()]
-    return {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": [path],
-            "args": [f"--{flag}" for flag in flags], "args_no_hyphens": flags,
-            "args_append_hydra": [f"+{flag}" for flag in flags],
-            "args_override_hydra": [f"++{flag}" for flag in flags],
-            "args_json": [json.dumps(values)], "args_no_boolean_flags": no_booleans,
-            "args_no_equals": list(itertools.chain.from_iterable(pairs))}
-
-
-def command_of(sweep, values):
-    """Return the words of a trial's command, and the environment variables that the sweep sets."""
-    known, words = macros(values, str(program(sweep))), []
-    for word in map(str, sweep.get("command", COMMAND)):
-        word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)
-        words += known.get(word[2:-1], [word]) if is_macro(word) else [word]
-    return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity")
-                   if sweep.get(key)}
-
-
-def varies(sweep, name):
-    """Return whether a setting is a parameter of the sweep that has no fixed `value`."""
-    return name in sweep["parameters"] and "value" not in sweep["parameters"][name]
-
-
-def best_value(sweep, run):
-    """Return the best value that the metric had in a run."""
-    metric = sweep.get("metric", {"name": "loss/val"})
-    _, values = run.line(metric["name"], "iter")
-    if not len(values):
-        fail(f"{file}: no run has the metric {metric['name']!r}; "
-             f"expected one of {', '.join(run.columns)}")
-    return float(values.max() if metric.get("goal") == "maximize" else values.min())
-
-
-def reached(sweep, result):
-    """Return whether a trial's result meets the metric's target, which ends a sweep as in W&B."""
-    metric = sweep.get("metric", {})
-    if result is None or "target" not in metric:
-        return False
-    sign = -1 if metric.get("goal") == "maximize" else 1
-    if sign * result > sign * metric["target"]:
-        return False
-    print(f"{metric['name']} has reached its target of {metric['target']}: the sweep ends")
-    return True
-
-
-def bayes(sweep, folder, trials):
-    """Run trials whose values Optuna chooses from the results of earlier trials."""
     try:
         import optuna
     except ImportError:
-        fail(f"{file}: method bayes needs Optuna: pip install optuna")
+        needs = "--prune" if prune else f"{file}: method bayes"
+        fail(f"{needs} needs Optuna: pip install -c requirements-extras.txt optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed),
-                                direction=sweep["metric"].get("goal", "minimize"))
-    for number in range(trials):
-        trial = study.ask()
-        values = {name: suggest(name, spec, trial) for name, spec in sweep["parameters"].items()}
-        result = run_trial(sweep, number, values, folder)
-        study.tell(trial, result,
-                   state=optuna.trial.TrialState.FAIL if result is None else None)
-        if reached(sweep, result):
-            break
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_FINISHED)
+    return optuna.create_study(direction=goal, pruner=pruner)
+
+
+def ask(study, number, row):
+    """
+    Return Optuna's next trial. number: of our trial; row: what the ledger has of it: a trial that
+    was started keeps its values, whatever was finished before it.
+    """
+    from optuna.samplers import TPESampler
+    if isinstance(row.get("params"), dict) and row["params"]:
+        study.enqueue_trial(row["params"])
+    # A sampler of its own for each trial: a sweep that continues has the same random numbers.
+    study.sampler = TPESampler(seed=seed + number)
+    return study.ask()
+
+
+def tell(study, trial):
+    """Tell Optuna what a trial came to."""
+    from optuna.trial import TrialState
+    if trial.status == "finished":
+        study.tell(trial.asked, trial.value)
+    else:
+        state = TrialState.PRUNED if trial.status == "pruned" else TrialState.FAIL
+        study.tell(trial.asked, state=state)
+
+
+# ---- the sweep -----------------------------------------------------------------------------------
+
+class Sweep:
+    """
+    A sweep, from its file to its result. content: of the file; folder: for the trials' folders;
+    limit: max number of trials; trials: [Trial] that have begun, in the order of their numbers;
+    running: [Running]; processes: of these; is_reached: whether a trial has reached the metric's
+    target; shown: numbers of the trials that a line of progress has named.
+    """
+
+    def __init__(self, content):
+        parameters, method = content["parameters"], content["method"]
+        self.content, self.trials, self.running = content, [], []
+        self.folder = Path(str(out_dir or parameters.get("out_dir", {}).get("value")
+                               or "out/sweep"))
+        default = None if method == "grid" else 20  # None: the whole grid
+        self.limit = count or content.get("run_cap") or default
+        self.planned = []  # values of grid and random; bayes chooses as it goes
+        if method == "grid":
+            self.planned = list(itertools.islice(grid(parameters), self.limit))
+            self.limit = len(self.planned)
+        elif method == "random":
+            rng = random.Random(seed)
+            self.planned = [{name: draw(spec, rng) for name, spec in parameters.items()}
+                            for _ in range(self.limit)]
+        metric = content.get("metric", {"name": "loss/val"})
+        self.metric, self.target = metric["name"], metric.get("target")
+        self.goal = metric.get("goal", "minimize")
+        self.sign = -1 if self.goal == "maximize" else 1
+        self.knobs = knobs_of(content)
+        self.study = make_study(content, self.goal)
+        self.slots = shares(parameters.keys())
+        self.processes, self.is_reached, self.shown = [], False, set()
+        self.bar = tqdm(bar_format="{desc}", dynamic_ncols=True, leave=False,
+                        disable=not sys.stderr.isatty())
+
+    # ---- what to run
+
+    def full_values(self, values, number):
+        """Return the settings for the program of a trial, from the values of the parameters."""
+        origin = values.get("init_from", "scratch")
+        more = {"seeds": seeds} if seeds > 1 else {}
+        return values | more | {"out_dir": str(self.folder / str(number)),
+                                # auto: an interrupted trial goes on
+                                "init_from": "auto" if origin == "scratch" else origin}
+
+    def begin(self):
+        """Open the ledger, and refuse trials of another sweep before one of this starts."""
+        for number, values in enumerate(self.planned, 1):
+            refuse_other(self.content, self.full_values(values, number), self.folder / str(number))
+        self.ledger = Ledger(self.folder)
+
+    def upcoming(self):
+        """Yield the trials to run, in order; those that have ended before are only noted."""
+        for number in range(1, self.limit + 1):
+            if self.is_reached:
+                return
+            trial = self.make_trial(number)
+            row = self.ledger.rows.get(number, {})
+            has_same_values = row.get("values") == recorded(trial)
+            if has_same_values and is_finite(row.get("seconds")):
+                trial.seconds = row["seconds"]
+            self.trials.append(trial)
+            if has_same_values and row.get("status") in ENDED and trial.folder.is_dir():
+                trial.status, trial.why = row["status"], str(row.get("why", ""))
+                self.conclude(trial, is_known=True)
+            else:
+                yield trial
+
+    def make_trial(self, number):
+        """Return the Trial of this number. Exit if its folder holds another one."""
+        asked, params, folder = None, {}, self.folder / str(number)
+        if self.study:
+            asked = ask(self.study, number, self.ledger.rows.get(number, {}))
+        if self.planned:
+            values = self.planned[number - 1]
+        else:
+            values = {name: suggest(name, spec, asked)
+                      for name, spec in self.content["parameters"].items()}
+            if redact(asked.params) == asked.params:  # a secret is not written; it is asked anew
+                params = asked.params
+        values = self.full_values(values, number)
+        refuse_other(self.content, values, folder)
+        return Trial(number, values, folder, asked, params)
+
+    def seed_folders(self, trial):
+        """Return {seed: folder of its run} of a trial."""
+        n = trial.values.get("seeds", 1) if "seeds" in self.knobs else 1
+        first = trial.values.get("seed", self.knobs.get("seed", [1337])[0])
+        if n == 1:
+            return {first: trial.folder}
+        return {first + i: trial.folder / f"seed{first + i}" for i in range(n)}
+
+    # ---- running trials
+
+    def run(self):
+        """Run the trials, `parallel` at a time. Return the signals that asked to stop."""
+        upcoming = self.upcoming()
+        with passing_signals(self.processes) as signals:
+            try:
+                self.fill(upcoming, signals)
+                while self.running:
+                    self.show_progress()
+                    time.sleep(POLL)
+                    for one in list(self.running):
+                        self.look_at(one, signals)
+                    self.fill(upcoming, signals)
+            finally:
+                self.bar.close()
+                self.stop_all()
+        return signals
+
+    def fill(self, upcoming, signals):
+        """Start trials until `parallel` of them run; after a signal, start none."""
+        if signals:  # a trial that waits for a process of a killed sweep has not begun
+            self.running = [one for one in self.running if one.process]
+            return
+        while len(self.running) < parallel:
+            trial = next(upcoming, None)
+            if not trial:
+                return
+            self.start(trial)
+
+    def start(self, trial):
+        """Begin a trial: note it, open the file for its output, and start its program."""
+        path = self.folder / f"{trial.number}.txt"
+        if trial.number not in self.ledger.rows and path.exists():
+            fail(f"{path}: is in the way of a trial's output; give another --out_dir")
+        trial.status = "started"
+        self.ledger.note(trial)
+        taken = {one.slot for one in self.running}
+        slot = next(slot for slot in range(parallel) if slot not in taken)
+        log = Run(next(iter(self.seed_folders(trial).values())))
+        one = Running(trial, slot, open(path, "ab"), log)
+        self.running.append(one)
+        if not self.launch(one):
+            self.say(f"trial {trial.number} still runs, started by a sweep that was killed: "
+                     "waiting for it")
+
+    def launch(self, one):
+        """
+        Start the program of a trial. Return False if a process of an earlier session still has the
+        lock on the trial's output, which a process inherits with its stdout.
+        """
+        try:
+            fcntl.flock(one.output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        one.begin, one.offset = time.monotonic(), one.output.seek(0, os.SEEK_END)
+        group = self.content.get("name") or self.folder.name
+        names = {"WANDB_RUN_GROUP": group, "WANDB_NAME": f"{group} {one.trial.number}"}
+        names = {name: value for name, value in names.items() if name not in os.environ}
+        command, environment = command_of(self.content, one.trial.values)
+        environment = names | environment | self.slots[one.slot]
+        try:
+            one.process = subprocess.Popen(command, env=os.environ | environment,
+                                           stdin=subprocess.DEVNULL, stdout=one.output,
+                                           stderr=subprocess.STDOUT)
+        except OSError as e:
+            fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
+        self.processes.append(one.process)
+        return True
+
+    def look_at(self, one, signals):
+        """Note a trial that has ended; with --prune, ask one that is hopeless to stop."""
+        if not one.process:
+            self.launch(one)
+        elif one.process.poll() is not None:
+            self.end(one, signals)
+        elif prune and not one.pruned and not signals and self.is_hopeless(one):
+            one.pruned = f"at step {one.trial.reported:,}, worse than the median of the others"
+            one.process.terminate()  # as after Ctrl-C, it saves, evaluates and exports
+
+    def is_hopeless(self, one):
+        """Return whether Optuna's pruner would stop a trial, by what it has logged so far."""
+        try:
+            while one.log.read():
+                pass
+        except OSError:  # it has logged nothing yet
+            return False
+        return self.report(one.trial, one.log)
+
+    def report(self, trial, run):
+        """Report a run's new values to Optuna. Return whether its pruner would stop the trial."""
+        is_hopeless = False
+        for step, value in zip(*run.line(self.metric, "iter")):
+            if step > trial.reported:  # step 0 has untrained weights
+                trial.reported = int(step)
+                trial.asked.report(float(value), trial.reported)
+                is_hopeless = is_hopeless or trial.asked.should_prune()
+        return is_hopeless
+
+    def end(self, one, signals):
+        """Note how the program of a trial ended. Exit if Ctrl-C reached the program alone."""
+        trial, code = one.trial, one.process.returncode
+        self.running.remove(one)
+        self.processes.remove(one.process)
+        trial.seconds += time.monotonic() - one.begin
+        trial.status, trial.why = self.ending(one, code, signals)
+        if trial.status == "pruned":
+            one.output.write(f"the sweep has pruned this trial {trial.why}\n".encode())
+            mark_pruned(self.seed_folders(trial).values(), trial.why)
+        one.output.close()
+        self.conclude(trial)
+        if trial.status == "stopped" and not signals and code in (130, -signal.SIGINT):
+            fail(f"trial {trial.number} was stopped; the same command continues the sweep")
+
+    def ending(self, one, code, signals):
+        """Return (status, why) of a trial whose program has ended with this exit code."""
+        results = [found for folder in self.seed_folders(one.trial).values()
+                   if (found := read_json(folder / "result.json", MAX_JSON, {}))]
+        was_cut = any(found.get("status") == "stopped" and found.get("ended_by") == "signal"
+                      for found in results)
+        if one.pruned and (code or was_cut or not results):
+            return "pruned", one.pruned
+        if code == 0 and not was_cut and (results or not signals):
+            return "finished", ""
+        if signals or code in (0, 130, -signal.SIGINT):
+            return "stopped", "by a signal"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        return "failed", f"{how}: {reason_of(one)}"
+
+    def stop_all(self):
+        """Ask the programs that still run to stop, and wait until they have saved."""
+        for one in self.running:
+            if one.process:
+                one.process.terminate()
+        for one in self.running:
+            if one.process:
+                one.process.wait()
+                one.trial.status, one.trial.why = "stopped", "by a signal"
+                one.trial.seconds += time.monotonic() - one.begin
+                self.ledger.note(one.trial)
+
+    def conclude(self, trial, is_known=False):
+        """
+        Read the results of a trial that has ended, tell Optuna, and print a line. is_known: whether
+        it ended in an earlier session.
+        """
+        self.measure(trial)
+        if not is_known:
+            self.ledger.note(trial)
+        if self.study:
+            tell(self.study, trial)
+        self.say(self.outcome(trial) + ", in an earlier session" * is_known)
+        if trial.status == "finished" and self.target is not None:
+            self.is_reached = self.sign * trial.value <= self.sign * self.target
+            if self.is_reached:
+                self.say(f"{self.metric} has reached its target of {self.target}: the sweep ends")
+
+    def measure(self, trial):
+        """Read the results of a trial's runs. Exit if a finished trial lacks the metric."""
+        for n, (number, folder) in enumerate(self.seed_folders(trial).items()):
+            try:
+                run = read_run(folder)
+            except ValueError as e:
+                if trial.status == "finished":
+                    fail(e)
+                continue
+            if prune and n == 0:
+                self.report(trial, run)
+            _, values = run.line(self.metric, "iter")
+            if len(values):
+                trial.results[number] = float(values.max() if self.sign < 0 else values.min())
+            elif trial.status == "finished":
+                fail(f"{file}: no run has the metric {self.metric!r}; expected one of "
+                     f"{', '.join(run.columns)}")
+            trial.steps = max(trial.steps, run.metrics["iter"])
+
+    # ---- what to print
+
+    def say(self, line):
+        """Print a line, above the line of progress if a terminal shows one."""
+        tqdm.write(one_line(line), file=sys.stdout)
+        sys.stdout.flush()
+
+    def show_progress(self):
+        """Show the progress: on a terminal as a line that changes, elsewhere once per start."""
+        numbers = {one.trial.number for one in self.running}
+        if not self.bar.disable:
+            self.bar.set_description_str(one_line(self.progress(numbers)))
+        elif numbers - self.shown:
+            print(one_line(self.progress(numbers)), flush=True)
+            self.shown |= numbers
+
+    def progress(self, numbers):
+        """Return a line: the numbers of the trials that run, the best so far, the time left."""
+        plural = "s" if len(numbers) > 1 else ""
+        parts = [f"trial{plural} {', '.join(map(str, sorted(numbers)))} of {self.limit}"]
+        if best := self.best():
+            parts.append(f"best so far {self.worded(best)}")
+        if (left := self.seconds_left()) is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def seconds_left(self):
+        """Return the seconds until the last trial ends, by the mean of those that have ended."""
+        taken = [trial.seconds for trial in self.trials if trial.status in ENDED]
+        if not taken:
+            return None
+        mean, now = statistics.fmean(taken), time.monotonic()
+        left = [max(0.0, mean - one.trial.seconds - (now - one.begin if one.process else 0.0))
+                for one in self.running]
+        waiting = (self.limit - len(self.trials)) * mean
+        return max([(sum(left) + waiting) / parallel, *left])
+
+    def ranked(self):
+        """Return the trials, the best first, those that did not finish last."""
+        def key(trial):
+            has_none = trial.value is None
+            return ORDER.index(trial.status), has_none, 0 if has_none else self.sign * trial.value
+
+        return sorted((trial for trial in self.trials if trial.status in ORDER), key=key)
+
+    def best(self):
+        """Return the finished trial with the best value, None if there is none."""
+        finished = [trial for trial in self.trials if trial.status == "finished"]
+        return min(finished, key=lambda trial: self.sign * trial.value, default=None)
+
+    def settings(self, trial):
+        """Return {name: value} of the settings that the sweep varies."""
+        return {name: value for name, value in trial.values.items() if varies(self.content, name)}
+
+    def measured(self, value):
+        """Return a value of the metric with its unit, or else its name."""
+        unit = compare.NAMES.get(self.metric, ("", ""))[1]
+        return f"{compare.text(value)} {unit}" if unit else f"{self.metric} {compare.text(value)}"
+
+    def details(self, trial):
+        """Return the settings of a trial in words, " (x=1, y=2)", and the seeds' noise if known."""
+        found = [f"{name}={short(value)}" for name, value in self.settings(trial).items()]
+        if trial.deviation is not None:
+            found = [f"standard deviation {compare.text(trial.deviation)}", f"n = "
+                     f"{len(trial.results)}", *found]
+        return f" ({', '.join(found)})" if found else ""
+
+    def worded(self, trial):
+        """Return the value and the settings of a trial in words."""
+        return self.measured(trial.value) + self.details(trial)
+
+    def outcome(self, trial):
+        """Return the line that tells what a trial came to."""
+        name = f"trial {trial.number}"
+        if trial.status == "finished":
+            return f"{name}: {self.worded(trial)}, {duration(trial.seconds)}"
+        name += self.details(trial)
+        if trial.status == "stopped":
+            return f"{name} was stopped at step {trial.steps:,}; the same command continues it"
+        if trial.status == "pruned":
+            value = "" if trial.value is None else f", with {self.measured(trial.value)}"
+            return f"{name} was pruned {trial.why}{value}"
+        return f"{name} failed {trial.why}; its output: {self.folder}/{trial.number}.txt"
+
+    def heading(self):
+        """Return the lines before the first trial."""
+        lines = [": ".join(self.content[key] for key in ("name", "description")
+                           if self.content.get(key))]
+        shared = ""
+        if parallel > 1:
+            threads = os.environ.get("OMP_NUM_THREADS") or self.slots[0]["OMP_NUM_THREADS"]
+            shared = f", {parallel} at a time, with {threads} thread{'s' * (threads != '1')} each"
+        lines.append(f"{self.limit} trial{'s' * (self.limit > 1)}{shared}; the output of trial N "
+                     f"is in {self.folder}/N.txt")
+        if prune and self.limit <= MIN_FINISHED:
+            lines.append(f"note: --prune has no effect before {MIN_FINISHED} trials have finished")
+        changed = [name for name in VOCABULARY if varies(self.content, name)]
+        if self.metric.startswith("loss/") and changed:
+            lines.append(f"note: with another {changed[0]} losses per token do not compare; bits "
+                         "per byte do, as with metric: {name: bpb/val}")
+        return [line for line in lines if line]
+
+    def table(self):
+        """Return the trials as rows of values, the names of the columns first; results first."""
+        trials = self.ranked()
+        names = [name for name in self.content["parameters"] if varies(self.content, name)]
+        has_seeds = any(len(self.seed_folders(trial)) > 1 for trial in trials)
+        columns = ["trial", self.metric, *(["sd", "n"] if has_seeds else []), "status", "steps",
+                   "minutes", *names]
+        rows = []
+        for trial in trials:
+            seeds_of = [trial.deviation, len(trial.results)] if has_seeds else []
+            rows.append([trial.number, trial.value, *seeds_of, trial.status, trial.steps,
+                         trial.seconds / 60, *(trial.values[name] for name in names)])
+        return [columns, *rows]
+
+    def verdict(self):
+        """Return whether the best trial differs from the second by more than the seeds' noise."""
+        finished = [trial for trial in self.ranked() if trial.status == "finished"]
+        if len(finished) < 2 or min(len(trial.results) for trial in finished[:2]) < 2:
+            return None
+        best, second = finished[:2]
+        found = judge(second.results, best.results)
+        unit = compare.NAMES.get(self.metric, ("", ""))[1]
+        return sentence(found, f"trial {second.number}", f"trial {best.number}", unit,
+                        self.goal == "minimize")
+
+    def command(self, trial):
+        """Return the command that repeats a trial, in a folder of its own beside the sweep's."""
+        values = trial.values | {"out_dir": f"{self.folder}-best"}
+        if self.knobs and values["init_from"] == "auto":  # its default
+            del values["init_from"]
+        words, environment = command_of(self.content, values)
+        if words[:2] == ["/usr/bin/env", sys.executable]:
+            words = words[1:]
+        shown = {sys.executable: "python"}
+        with contextlib.suppress(ValueError):  # the command may name a program by itself
+            shown[str(program(self.content))] = os.path.relpath(program(self.content))
+        words = redact([shown.get(word, word) for word in words])
+        variables = [f"{name}={shlex.quote(value)}" for name, value in redact(environment).items()]
+        return " ".join([*variables, shlex.join(words)])
+
+    def show_result(self):
+        """Print all trials as a table, and the command of the best one."""
+        print("\n".join(compare.lines_of(self.table())))
+        if not (best := self.best()):
+            return
+        print(one_line(f"best: trial {best.number}, {self.worded(best)}, in {best.folder}"))
+        if verdict := self.verdict():
+            print(one_line(f"against the second: {verdict}"))
+        print(one_line(f"its command: {self.command(best)}"))
+
+    def as_dict(self):
+        """Return the result of the sweep for JSON."""
+        def entry(trial):
+            runs = [read_json(folder / "result.json", MAX_JSON, {})
+                    for folder in self.seed_folders(trial).values()]
+            return {"trial": trial.number, "status": trial.status, "why": trial.why,
+                    "value": trial.value, "sd": trial.deviation,
+                    "results": {str(number): value for number, value in trial.results.items()},
+                    "settings": recorded(trial), "steps": trial.steps,
+                    "seconds": round(trial.seconds, 3), "out_dir": str(trial.folder),
+                    "runs": [run for run in runs if run]}
+
+        best = self.best()
+        return {"status": "finished", "sweep": file, "out_dir": str(self.folder),
+                "metric": {"name": self.metric, "goal": self.goal},
+                "best": best and best.number, "verdict": self.verdict(),
+                "command": best and self.command(best),
+                "trials": [entry(trial) for trial in self.ranked()]}
+
+
+# ---- words and files -----------------------------------------------------------------------------
+
+def short(value):
+    """Return a setting for a line, a float with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds):
+    """Return a time in words: 40 s, 14 min, 2.5 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def reason_of(one):
+    """Return the line of a failed program's output that says why: its first error, or the last."""
+    with open(one.output.name, "rb") as f:
+        end = f.seek(0, os.SEEK_END)
+        f.seek(max(one.offset, end - MAX_OUTPUT))
+        lines = f.read().decode(errors="replace").strip().splitlines() or ["no message"]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return redact([*errors, lines[-1]][0][:MAX_WHY])
+
+
+def mark_pruned(folders, why):
+    """Write into the result.json of a trial's stopped runs that the sweep has pruned them."""
+    for folder in folders:
+        found = read_json(folder / "result.json", MAX_JSON, {})
+        if found.get("ended_by") == "signal":
+            with contextlib.suppress(OSError):  # a full disk; the ledger has it, too
+                text = dumps(found | {"ended_by": "pruned", "why": why}, indent=1)
+                write_atomic(folder / "result.json", text + "\n")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+def check_options(sweep):
+    """Exit if an option is out of range or does not fit the sweep."""
+    if count < 0:
+        fail(f"--count={count}: expected a number of trials, or 0 for run_cap or the whole grid")
+    for name, value in (("seeds", seeds), ("parallel", parallel)):
+        if value < 1:
+            fail(f"--{name}={value}: expected at least 1")
+    parameters, known = sweep["parameters"], knobs_of(sweep)
+    if "seeds" not in known:
+        if seeds > 1:
+            fail(f"--seeds={seeds}: {sweep.get('program', 'the program')} has no setting seeds, as "
+                 "train.py has")
+        return
+    if "seeds" in parameters and seeds > 1:
+        fail(f"--seeds={seeds}: {file} has seeds, too; expected one of them")
+    number = parameters.get("seeds", {}).get("value", seeds)
+    if varies(sweep, "seeds") or type(number) is not int or number < 1:
+        fail(f"{file}: seeds is {parameters['seeds']!r}, expected value: and a whole number")
+    first = parameters.get("seed", {}).get("value", seed)
+    if number > 1 and (varies(sweep, "seed") or type(first) is not int):
+        fail(f"{file}: seed is {parameters['seed']!r}, and each trial has {number} seeds; expected "
+             "value: and the first of them")
 
 
 def main():
     if not file:
         fail("no sweep; expected a file, as in: python sweep.py sweeps/random.yaml")
-    if count < 0:
-        fail(f"--count={count}: expected a number of trials, or 0 for run_cap or the whole grid")
-    sweep = read_file(file)
-    check(sweep)
-    heading = [sweep[key] for key in ("name", "description") if sweep.get(key)]
-    if heading:
-        print(": ".join(heading), flush=True)
-    parameters, method = sweep["parameters"], sweep["method"]
-    folder = Path(str(out_dir or parameters.get("out_dir", {}).get("value") or "out/sweep"))
-    default = None if method == "grid" else 20  # None: the whole grid
-    limit = count or sweep.get("run_cap") or default
-    if method == "bayes":
-        bayes(sweep, folder, limit)
-    else:
-        rng = random.Random(seed)
-        random_trials = ({name: draw(spec, rng) for name, spec in parameters.items()}
-                         for _ in itertools.count())
-        trials = grid(parameters) if method == "grid" else random_trials
-        for number, values in enumerate(itertools.islice(trials, limit)):
-            if reached(sweep, run_trial(sweep, number, values, folder)):
-                break
-    done = [path.parent for path in folder.glob("*/config.json")]
-    if not done:
-        fail(f"{file}: no trial logged a row; the messages above have the reason")
-    done.sort(key=lambda path: (len(path.name), path.name))  # 2 before 10
-    metric = sweep.get("metric", {}).get("name", "loss/val")
+    content = read_file(file)
     try:
-        print("\n".join(compare.lines_of(compare.table_of(compare.read_runs(done), metric))))
+        check(content)
     except ValueError as e:
-        fail(e)
+        fail(f"{file}: {e}")
+    check_options(content)
+    sweep = Sweep(content)
+    sweep.begin()
+    for line in sweep.heading():
+        sweep.say(line)
+    signals = sweep.run()
+    if signals:
+        stopped = [trial.number for trial in sweep.trials if trial.status == "stopped"]
+        where = f" in trial{'s' * (len(stopped) > 1)} {', '.join(map(str, stopped))}"
+        print(f"stopped{where * bool(stopped)}; the same command continues the sweep",
+              file=sys.stderr)
+        sys.exit(128 + signals[0])
+    if not any(trial.status != "failed" for trial in sweep.trials):
+        fail(f"{file}: no trial finished; the messages above have the reasons")
+    sweep.show_result()
+    if json:
+        print(dumps(compare.finite(sweep.as_dict()), allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import compare
-import sweep
 import time_to_loss
 from configurator import configure, fail, read_file
+from engine import sweep_file
 
 minutes = 1.0            # time budget of every run
 tries = 20               # random settings per text
@@ -72,7 +72,7 @@ def draws():
     parameters = read_file(str(ROOT / "sweeps/own_text.yaml"))["parameters"]
     rng = random.Random(seed)
     for _ in range(tries):
-        values = {name: sweep.draw(spec, rng) for name, spec in parameters.items()}
+        values = {name: sweep_file.draw(spec, rng) for name, spec in parameters.items()}
         values["max_minutes"] = minutes
         if values["dim"] % (2 * values["n_heads"]):
             values["n_heads"] = 2

@@ -1,4 +1,5 @@
-"""Run another program to its end, and pass on the signals that ask to stop."""
+"""Run other programs to their end, and pass on the signals that ask to stop."""
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,22 @@ def run_program(command, environment=None, limit=None, output=None):
     is ended, first by SIGTERM. output: a binary file for what it prints; None: where this process
     prints.
     """
-    received, children = [], []
+    children = []
+    with passing_signals(children) as received:
+        child = subprocess.Popen(command, env=os.environ | (environment or {}), stdout=output,
+                                 stderr=output and subprocess.STDOUT)
+        children.append(child)
+        return wait(child, limit), received
+
+
+@contextlib.contextmanager
+def passing_signals(children):
+    """
+    Survive the signals that ask to stop, and forward SIGTERM and SIGHUP to the processes that are
+    in the list `children` then; Ctrl-C reaches them from the terminal. Yield the list of the
+    signals received so far.
+    """
+    received = []
 
     def stop(signum, frame):
         received.append(signum)
@@ -28,10 +44,7 @@ def run_program(command, environment=None, limit=None, output=None):
         handled.append(signal.SIGHUP)
     before = {signum: signal.signal(signum, stop) for signum in handled}
     try:
-        child = subprocess.Popen(command, env=os.environ | (environment or {}), stdout=output,
-                                 stderr=output and subprocess.STDOUT)
-        children.append(child)
-        return wait(child, limit), received
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

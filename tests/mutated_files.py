@@ -31,9 +31,9 @@ import compare
 import configurator
 import evaluate
 import export
-import sweep
 from configurator import Config, source_knobs
 from data import Dataset
+from engine import sweep_file
 from engine.formats.chat_template import CHATML, Chat
 from engine.text import prepare, readers
 from engine.text.conversations import Intake
@@ -382,11 +382,13 @@ def read_settings(folder):
 
 
 def read_sweep(folder):
-    sweep.file = str(next(folder.iterdir()))
-    found = configurator.read_file(sweep.file)
-    sweep.check(found)
+    found = configurator.read_file(str(next(folder.iterdir())))
+    try:
+        sweep_file.check(found)
+    except ValueError as e:
+        configurator.fail(e)
     for spec in found["parameters"].values() if found["method"] == "random" else ():
-        sweep.draw(spec, random.Random(1))
+        sweep_file.draw(spec, random.Random(1))
 
 
 def logged(folder):
