@@ -16,7 +16,11 @@
 #include <vector>
 #include "../runtime/backend.h"
 
-extern "C" const struct Kernels *llamac_choose_kernels(const char *name); // runtime/cpu/kernels.h
+extern "C" {
+const struct Kernels *llamac_choose_kernels(const char *name); // runtime/cpu/kernels.h
+void llamac_floats(const struct Kernels *, float *out, const Mat *, int r, int c,
+                   int n); // runtime/cpu/weights.h
+}
 
 static uint32_t state;
 
@@ -51,20 +55,23 @@ static void add_number(Matrix &m, Type type) {
     m.floats.push_back(f);
 }
 
-// Appends a block of 32 numbers in Q8_0 or Q4_0.
+// Writes a random half-precision number of the order of 2^exponent to p.
+static void write_half(uint8_t *p, int exponent, bool negative) {
+    uint16_t half = negative << 15 | (exponent + random_below(3) + 15) << 10 | random_below(1024);
+    memcpy(p, &half, 2);
+}
+
+// Appends a block of random bytes in a quantized type, with scales that make small numbers. Those of
+// a type with several scales in a block multiply them by up to 127.
 static void add_block(Matrix &m, Type type) {
-    int exponent = random_below(4), mantissa = random_below(1024);
-    float scale = power_of_two(exponent - 9) * (1 + mantissa / 1024.0f) / (type == Q8_0 ? 16 : 1);
-    uint16_t half = (exponent - 9 - (type == Q8_0 ? 4 : 0) + 15) << 10 | mantissa;
-    m.bytes.insert(m.bytes.end(), (uint8_t *)&half, (uint8_t *)&half + 2);
-    size_t at = m.floats.size();
-    m.floats.resize(at + 32);
-    for (int i = 0; i < (type == Q8_0 ? 32 : 16); i++) {
-        uint8_t byte = random_bits();
-        m.bytes.push_back(byte);
-        m.floats[at + i] = scale * (type == Q8_0 ? (int8_t)byte : (byte & 15) - 8);
-        if (type == Q4_0) m.floats[at + 16 + i] = scale * ((byte >> 4) - 8);
-    }
+    BlockSize size = block_size(type);
+    bool large = size.numbers == 256, has_min = type == Q4_1 || type == Q5_1;
+    size_t at = m.bytes.size();
+    for (int i = 0; i < size.bytes; i++) m.bytes.push_back((uint8_t)random_bits());
+    uint8_t *block = &m.bytes[at];
+    write_half(block + (type == Q6_K ? 208 : 0), large ? -14 : type == Q8_0 ? -13 : -9, false);
+    if (has_min) write_half(block + 2, -6, true);
+    if (type == Q4_K || type == Q5_K) write_half(block + 2, -12, false);
 }
 
 // Appends n numbers in INT8_GROUPS.
@@ -83,14 +90,19 @@ static void add_groups(Matrix &m, size_t n, int group) {
 
 static void make(Matrix &m, Type type, int rows, int cols, int group) {
     size_t n = (size_t)rows * cols;
-    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = F16; // as export.py does
-    if (type == INT8_GROUPS) add_groups(m, n, group);
-    bool blocks = type == Q8_0 || type == Q4_0;
-    while (m.floats.size() < n) blocks ? add_block(m, type) : add_number(m, type);
-    bool grouped = type == INT8_GROUPS;
+    bool grouped = type == INT8_GROUPS, blocks = block_size(type).numbers > 1;
+    if (blocks && cols % 32) type = F16, blocks = false; // as export.py does
+    if (blocks && cols % block_size(type).numbers) type = Q5_0;
+    if (grouped) add_groups(m, n, group);
+    size_t bytes = blocks ? n / block_size(type).numbers * block_size(type).bytes : 0;
+    while (m.bytes.size() < bytes) add_block(m, type);
+    while (!blocks && m.floats.size() < n) add_number(m, type);
     m.mat = {
         type, rows, cols, m.bytes.data(), grouped ? m.scales.data() : NULL, grouped ? group : 0,
         NULL};
+    if (blocks) m.floats.resize(n);
+    for (int r = 0; blocks && r < rows; r++)
+        llamac_floats(llamac_choose_kernels(NULL), &m.floats[(size_t)r * cols], &m.mat, r, 0, cols);
     m.float_mat = {F32, rows, cols, m.floats.data(), NULL, 0, NULL};
 }
 
@@ -497,6 +509,8 @@ static void compare_models(Type type) {
         groups = 1 + random_below(2);
     // One model in four has rows that are not a multiple of 32.
     if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8));
+    bool large_blocks = block_size(type).numbers == 256;
+    if (large_blocks) head = 256 / (heads * groups);
     Config c = {};
     bool other = random_below(2); // unlike Llama: q_dim != dim, RoPE in halves, biases, norms
     c.n_kv_heads = heads, c.n_heads = heads * groups, c.head_dim = head;
@@ -504,6 +518,7 @@ static void compare_models(Type type) {
     c.dim = other && random_below(2) ? 32 * (1 + random_below(5)) : c.q_dim;
     c.rope_halves = other, c.rope_scale = other && random_below(2) ? 1.2f : 1;
     c.hidden_dim = random_below(4) ? 32 * (1 + random_below(10)) : 1 + random_below(200);
+    if (large_blocks) c.dim = 256, c.hidden_dim = 256 * (1 + random_below(2));
     c.n_layers = 1 + random_below(2), c.vocab_size = 1 + random_below(150), c.seq_len = 600;
     c.norm_eps = 1e-5f;
     int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
@@ -558,6 +573,7 @@ static void compare_shape(Type type, int number) {
 }
 
 static const Type TYPES[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+static const Type OPS_TYPES[] = {Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K}; // not in one kernel
 
 static void start_random(int number) {
     state = number;
@@ -569,11 +585,16 @@ int main(int argc, char **argv) {
         return fprintf(stderr, "Usage: cuda_ops SEED MODELS, or cuda_ops N\n"), 2;
     bool shapes = argc == 2;
     int models = atoi(argv[argc - 1]), seed = shapes ? 1 : atoi(argv[1]);
-    for (int i = 0; i < models; i++)
+    for (int i = 0; i < models; i++) {
         for (Type type : TYPES) {
             start_random(1000 * seed + i + 77 * type);
             shapes ? compare_shape(type, i) : compare_models(type);
         }
+        for (Type type : OPS_TYPES) {
+            start_random(1000 * seed + i + 77 * type);
+            if (!shapes) compare_models(type);
+        }
+    }
     if (failures) printf("%d differences are too large\n", failures);
     printf("tokens of %d models in one kernel\n", in_one_kernel);
     return failures > 0 || (models > 1 && in_one_kernel == 0);

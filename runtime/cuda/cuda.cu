@@ -151,15 +151,6 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
 // Returns NULL, or an error message if the GPU cannot compute the model.
 static const char *check_model(Model *model, llamac_error *e) {
     const Config *config = &model->config;
-    char number[12];
-    for (const Mat *m : matrices(&model->weights, config->n_layers)) {
-        if (is_supported(m->type)) continue;
-        snprintf(
-            e->text, sizeof e->text,
-            "weights of type %s, expected F32, F16, BF16, Q8_0 or Q4_0; --device=cpu takes them",
-            llamac_type_name(m->type, number));
-        return e->text;
-    }
     if (config->head_dim > MAX_HEAD_DIM)
         return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim,
                       MAX_HEAD_DIM, 0, 0);

@@ -42,7 +42,13 @@ static MatvecKernel *matvec_kernel(Type type) {
     case F16: return matvec<F16>;
     case BF16: return matvec<BF16>;
     case Q8_0: return matvec<Q8_0>;
-    default: return matvec<Q4_0>;
+    case Q4_0: return matvec<Q4_0>;
+    case Q4_1: return matvec<Q4_1>;
+    case Q5_0: return matvec<Q5_0>;
+    case Q5_1: return matvec<Q5_1>;
+    case Q4_K: return matvec<Q4_K>;
+    case Q5_K: return matvec<Q5_K>;
+    default: return matvec<Q6_K>;
     }
 }
 
@@ -73,7 +79,13 @@ template <int R, int TOKENS> static TensorKernel *tensor_kernel(Type type) {
     case F16: return matmul_tensor<F16, R, TOKENS>;
     case BF16: return matmul_tensor<BF16, R, TOKENS>;
     case Q8_0: return matmul_tensor<Q8_0, R, TOKENS>;
-    default: return matmul_tensor<Q4_0, R, TOKENS>;
+    case Q4_0: return matmul_tensor<Q4_0, R, TOKENS>;
+    case Q4_1: return matmul_tensor<Q4_1, R, TOKENS>;
+    case Q5_0: return matmul_tensor<Q5_0, R, TOKENS>;
+    case Q5_1: return matmul_tensor<Q5_1, R, TOKENS>;
+    case Q4_K: return matmul_tensor<Q4_K, R, TOKENS>;
+    case Q5_K: return matmul_tensor<Q5_K, R, TOKENS>;
+    default: return matmul_tensor<Q6_K, R, TOKENS>;
     }
 }
 

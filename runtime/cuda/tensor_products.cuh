@@ -216,8 +216,8 @@ template <Type type, int R> struct WeightPrefetch {
         from = part == 0 ? (const char *)m.data + i / N * sizeof(uint4) : NULL;
         stride = STEP_COLS / N * sizeof(uint4);
         if (part == 1 && m.scales) {
-            from = (const char *)m.scales + i / 32 * sizeof(__half);
-            stride = STEP_COLS / 32 * sizeof(__half);
+            from = (const char *)m.scales + i / 32 * scale_bytes(type) / 8;
+            stride = STEP_COLS / 32 * scale_bytes(type) / 8; // rounded; lines are longer
         }
     }
     __device__ void prefetch(int step, int end) const {

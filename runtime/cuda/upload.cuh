@@ -3,6 +3,10 @@
 #include <vector>
 #include "session.cuh"
 
+namespace cpu { // names of the CPU backend, such as TILE, are names of other things here
+#include "../cpu/blocks.h"
+}
+
 // ----------------------------------------------------------------------------
 // Layout of c->weights: the values of all matrices, then the scales of all
 
@@ -15,9 +19,9 @@ static MatBytes bytes_of(const Mat *m) {
     case F32: return {4 * n, 0};
     case F16:
     case BF16: return {2 * n, 0};
-    case Q8_0: return {n, n / 32 * 2};
-    case Q4_0: return {n / 2, n / 32 * 2};
-    default: return {n, (n + m->group - 1) / m->group * 4}; // INT8_GROUPS
+    case INT8_GROUPS: return {n, (n + m->group - 1) / m->group * 4};
+    case Q8_0: return {n, n / 32 * scale_bytes(Q8_0) / 8};
+    default: return {n / 2, n / 32 * scale_bytes(m->type) / 8};
     }
 }
 
@@ -28,11 +32,6 @@ static MatBytes aligned_bytes_of(const Mat *m) {
     MatBytes bytes = bytes_of(m);
     auto round_up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
     return {round_up(bytes.values, sizeof(uint4)), round_up(bytes.scales, sizeof(float))};
-}
-
-static bool is_supported(Type type) {
-    return type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0
-           || type == INT8_GROUPS;
 }
 
 // Returns every matrix (norms and biases too) once, in the order of their data in c->weights. Skips
@@ -101,12 +100,83 @@ static void upload_blocks(Upload *u, char *values, char *scales, const void *fro
     }
 }
 
+// ----------------------------------------------------------------------------
+// Blocks with more than a scale
+
+// Packs the fifth bits of q (32,) as fifth_bits expects them.
+static uint32_t pack_fifth_bits(const uint8_t *q) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 32; j++) bits |= (uint32_t)(q[j] >> 4 & 1) << (j % 4 * 8 + j / 4);
+    return bits;
+}
+
+// Packs bits 4 and 5 of q (16,) as Block<Q6_K>::upper expects them.
+static uint32_t pack_upper_two(const uint8_t *q) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 16; j++) bits |= (uint32_t)(q[j] >> 4 & 3) << (j % 4 * 8 + j / 4 * 2);
+    return bits;
+}
+
+// Reorders a block of the file: the low bits of its elements go to `values`, the rest to `scales`
+// (see Block in formats.cuh).
+template <Type type>
+static void reorder_block(uint8_t *values, uint8_t *scales, const uint8_t *block) {
+    const int units = block_size(type).numbers / 32;
+    const uint8_t *halves = block + cpu::halves_at(type);
+    cpu::Numbers n;
+    cpu::read_block(type, &n, block);
+    memset(scales, 0, 4);
+    memcpy(scales, halves, 2 * cpu::halves_of(type));
+    scales += 4;
+    if (cpu::has_k_scales(type)) { // their bytes, which read_block has multiplied
+        cpu::read_k_scales(&n, block + 4, 1, 1);
+        for (int i = 0; i < 8; i++, scales += 2)
+            scales[0] = (uint8_t)n.scale[i], scales[1] = (uint8_t)n.min[i];
+    }
+    if (type == Q6_K) memcpy(scales, block + 192, 16), scales += 16;
+    for (int u = 0; u < units; u++) {
+        const uint8_t *q = n.q + 32 * u;
+        for (int i = 0; i < 16; i++) *values++ = (q[i] & 15) | (q[i + 16] & 15) << 4;
+        uint32_t upper[2] = {0};
+        int bytes = 0;
+        if (type == Q6_K)
+            upper[0] = pack_upper_two(q), upper[1] = pack_upper_two(q + 16), bytes = 8;
+        else if (type != Q4_1 && type != Q4_K) upper[0] = pack_fifth_bits(q), bytes = 4;
+        memcpy(scales, upper, bytes);
+        scales += bytes;
+    }
+}
+
+// Uploads n blocks, reordered: the buffer holds the values of its blocks, then the rest.
+template <Type type>
+static void upload_reordered(Upload *u, char *values, char *scales, const void *from, size_t n) {
+    const int numbers = block_size(type).numbers, width = numbers / 2,
+              rest = scale_bytes(type) * numbers / 256;
+    const uint8_t *block = (const uint8_t *)from;
+    size_t max_blocks = BUFFER_BYTES / (width + rest);
+    for (size_t done = 0, count; done < n; done += count) {
+        count = std::min(n - done, max_blocks);
+        char *buffer = next_buffer(u);
+        for (size_t i = 0; i < count; i++, block += block_size(type).bytes)
+            reorder_block<type>((uint8_t *)buffer + i * width,
+                                (uint8_t *)buffer + count * width + i * rest, block);
+        send(u, values + done * width, buffer, count * width);
+        send(u, scales + done * rest, buffer + count * width, count * rest);
+    }
+}
+
 // Uploads a matrix and makes *m point to its copy on the device.
 static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
     MatBytes bytes = bytes_of(m);
     size_t blocks = (size_t)m->rows * m->cols / 32;
     if (m->type == Q8_0) upload_blocks<32>(u, values, scales, m->data, blocks);
     else if (m->type == Q4_0) upload_blocks<16>(u, values, scales, m->data, blocks);
+    else if (m->type == Q4_1) upload_reordered<Q4_1>(u, values, scales, m->data, blocks);
+    else if (m->type == Q5_0) upload_reordered<Q5_0>(u, values, scales, m->data, blocks);
+    else if (m->type == Q5_1) upload_reordered<Q5_1>(u, values, scales, m->data, blocks);
+    else if (m->type == Q4_K) upload_reordered<Q4_K>(u, values, scales, m->data, blocks / 8);
+    else if (m->type == Q5_K) upload_reordered<Q5_K>(u, values, scales, m->data, blocks / 8);
+    else if (m->type == Q6_K) upload_reordered<Q6_K>(u, values, scales, m->data, blocks / 8);
     else {
         upload_bytes(u, values, m->data, bytes.values);
         if (bytes.scales) upload_bytes(u, scales, m->scales, bytes.scales);
