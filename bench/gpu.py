@@ -35,6 +35,8 @@ nanogpt = ""                      # folder of a nanoGPT checkout to measure too;
 
 # {shape: formats of its files}
 FORMATS = {"15M": ["f32", "bf16", "q8_0", "q4_0"], "1.1B": ["bf16", "q8_0", "q4_0"]}
+# the same of the step `mixtures`, which decodes op by op
+MIXTURES = {"1.1B": ["q4_k_m", "q5_k_m", "q6_k"]}
 # options of bench/train.py
 TRAINING = ["config/stories110M.py", "--batch_size=16", "--max_seq_len=1024", "--dtype=bfloat16",
             "--compile=True", "--threads=0"]
@@ -67,13 +69,16 @@ def path_of(shape, form):
     return Path(models, shape, f"{form}.gguf")
 
 
-def start_models():
+def start_models(wanted):
     """
     Start one process per model that writes its file, so that `build` compiles meanwhile. Return the
-    processes.
+    processes. wanted: names of the steps to run.
     """
     processes = []
-    for shape, forms in FORMATS.items():
+    files = [*FORMATS.items()]
+    if "mixtures" in wanted:
+        files += MIXTURES.items()
+    for shape, forms in files:
         for form in forms:
             command = [sys.executable, "bench/models.py", f"--shapes={shape}",
                        f"--formats={form}", f"--models={models}"]
@@ -239,6 +244,30 @@ def speed(shape, program="./runcuda", formats=None):
     return out
 
 
+def mixtures():
+    """Run --bench with 1.1B in K-quants, which tokens op by op read."""
+    return speed("1.1B", formats=MIXTURES["1.1B"])
+
+
+def batches():
+    """
+    Run --bench with 1.1B and 1 to 64 texts at once.
+
+    Return tokens/s of all texts together, and relative to one text.
+    """
+    out = {}
+    for form in ("bf16", "q8_0"):
+        for n_texts in (1, 2, 4, 16, 64):
+            measured = json.loads(call("./runcuda", path_of("1.1B", form), "--bench", "--json",
+                                       "-b", n_texts, "-c", 128, "-n", 128))
+            rate = measured["decode_tokens_per_s"]
+            if n_texts == 1:
+                alone = rate
+            out[f"{form} {n_texts}"] = {"decode_tok_s": round(rate),
+                                        "over one": round(rate / alone, 2)}
+    return out
+
+
 def variants():
     """Run --bench in BF16 with the VARIANTS of ./runcuda."""
     out = {}
@@ -387,13 +416,15 @@ def resume():
 # (name, function, expected seconds), in order of importance
 STEPS = [("machine", machine, 5),
          ("build", build, 60),
-         ("ops", ops, 30),
+         ("ops", ops, 60),
          ("logits", logits, 20),
          ("text", text, 20),
          ("sanitizers", sanitizers, 60),
          ("copy", copy_bandwidth, 5),
          ("speed 15M", lambda: speed("15M"), 20),
          ("speed 1.1B", lambda: speed("1.1B"), 30),
+         ("batches", batches, 40),
+         ("mixtures", mixtures, 30),
          ("training", training, 120),
          ("resume", resume, 40),
          ("beside", beside, 150),
@@ -404,7 +435,8 @@ STEPS = [("machine", machine, 5),
          ("tests", tests, 60)]
 
 # steps that read the files of bench/models.py
-NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "variants", "sampling"}
+NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "batches", "mixtures", "variants",
+               "sampling"}
 
 
 def show_plan():
@@ -438,7 +470,7 @@ def main():
     """Run the wanted steps; write the results after each."""
     Path(results).parent.mkdir(parents=True, exist_ok=True)
     wanted = steps.split(",") if steps else [name for name, *_ in STEPS]
-    writers = start_models() if NEED_MODELS.intersection(wanted) else []
+    writers = start_models(wanted) if NEED_MODELS.intersection(wanted) else []
     skipped = []
     for name, step, expected in STEPS:
         if name not in wanted:

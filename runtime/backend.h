@@ -177,7 +177,8 @@ struct Backend {
     // of a number in the KV cache: 32 (float32), 16 (half precision), or 8 (signed bytes, with a
     // float32 scale for each key and each value of a head)
     int kv_bits;
-    // begin and end may be NULL. forward calls begin, then the ops unless begin returned false, and
+    // begin and end may be NULL. Between them, x and attention_out have room for `chunk` tokens, and
+    // the ops may use all of it. forward calls begin, then the ops unless begin returned false, and
     // always end, which completes the results. If begin returns false, the backend itself computes
     // the batch, from a recording of the ops of an earlier call or in one kernel.
     bool (*begin)(Backend *, const Batch *);

@@ -197,6 +197,8 @@ struct Array {
     }
 };
 
+enum { PADDING = 64 }; // max tokens more than those of a pass that the ops may compute
+
 // Both backends, and a sequence of each.
 struct Both {
     Backend *gpu, *cpu;
@@ -453,7 +455,7 @@ static void compare_tokens(Pair &p, const Both &both, int pos, int n) {
 static void compare_passes(Pair &p, const Both &both, int T, int pos) {
     Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
-    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
+    Array x(g, c, (size_t)(T + PADDING) * cf.dim), y(g, c, (size_t)(T + PADDING) * cf.q_dim);
     bool in_float = p.model[0].weights.layers[0].wk.type == F32;
     std::vector<int> tokens(T), wanted = random_rows(T);
     printf(" pass=%d/%d@%d", (int)wanted.size(), T, pos);
@@ -474,6 +476,57 @@ static void compare_passes(Pair &p, const Both &both, int T, int pos) {
         forward(c, p.model[1], x.on_cpu, y.on_cpu, on_cpu.batch);
         report(states ? "hidden states" : "pass", Array::compare(rows.data(), expected.data(), n), in_float ? 1e-4 : 1e-2);
     }
+}
+
+// Compares batches of up to three sequences, which grow until their positions are used up: runs of
+// several tokens and of one, and of one token only, which the GPU computes op by op, by a recording and
+// by the same again.
+static void compare_batches(Pair &p, const Both &both, int positions) {
+    enum { SEQUENCES = 3, ROUNDS = 7, MAX_RUN = 33 };
+    Backend *backends[] = {both.gpu, both.cpu};
+    const Config &cf = p.model[0].config;
+    const Layer &last = p.model[0].weights.layers[cf.n_layers - 1];
+    bool in_float = p.model[0].weights.layers[0].wk.type == F32 && last.wv.type == F32;
+    const size_t room = SEQUENCES * MAX_RUN + PADDING;
+    Array x(both.gpu, both.cpu, room * cf.dim), y(both.gpu, both.cpu, room * cf.q_dim);
+    Cache *caches[SEQUENCES][2];
+    int lengths[SEQUENCES] = {0};
+    for (auto &of_sequence : caches)
+        for (int i = 0; i < 2; i++) {
+            of_sequence[i] = backends[i]->new_cache(backends[i]);
+            if (!of_sequence[i]) printf("no memory for a cache\n"), exit(2);
+        }
+    printf(" batches=");
+    for (int round = 0; round < ROUNDS; round++) {
+        std::vector<Run> runs[2];
+        int T = 0, first = random_below(SEQUENCES);
+        for (int i = 0; i < SEQUENCES; i++) {
+            int s = (first + i) % SEQUENCES, room = positions - lengths[s], n = 1;
+            if (round % 4 == 0) n = 1 + random_below(random_below(2) ? MAX_RUN : 3);
+            n = std::min(n, room);
+            if (n == 0 || random_below(8) == 0) continue;
+            for (int j = 0; j < 2; j++) {
+                runs[j].push_back({caches[s][j], T, n, lengths[s]});
+                backends[j]->reserve(backends[j], caches[s][j], lengths[s], n);
+            }
+            T += n, lengths[s] += n;
+        }
+        if (T == 0) continue;
+        std::vector<int> tokens(T), wanted = random_rows(T);
+        for (int &token : tokens) token = random_below(cf.vocab_size);
+        size_t n = wanted.size() * cf.vocab_size;
+        std::vector<float> rows[2] = {std::vector<float>(n), std::vector<float>(n)};
+        for (int j = 0; j < 2; j++) {
+            Batch batch = {tokens.data(), T, runs[j].data(), (int)runs[j].size(),
+                           wanted.data(), (int)wanted.size(), rows[j].data(), NULL};
+            forward(backends[j], p.model[j], j ? x.on_cpu : x.on_gpu, j ? y.on_cpu : y.on_gpu,
+                    batch);
+        }
+        printf("%d/%d,", (int)runs[0].size(), T);
+        report("batch", Array::compare(rows[0].data(), rows[1].data(), n), in_float ? 1e-4 : 1e-2);
+    }
+    for (auto &of_sequence : caches)
+        for (int i = 0; i < 2; i++) backends[i]->free_cache(backends[i], of_sequence[i]);
 }
 
 // Opens both backends and a sequence of each, with room for all positions.
@@ -527,11 +580,12 @@ static void compare_models(Type type) {
         T = 1 + random_below(positions < 160 ? positions : 160);
     if (positions >= 160 && random_below(2))
         T = 129 + random_below(32); // more than a tile's tokens
+    if (random_below(2)) c.window = 1 + random_below(positions);
     Pair p;
     bool norms = other && random_below(2), biases = other && random_below(2);
     make_pair(p, c, {type, group, random_below(3) == 0, biases, norms});
-    printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group,
-           c.dim, c.n_heads, c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
+    printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d window %d", type,
+           group, c.dim, c.n_heads, c.n_kv_heads, c.hidden_dim, c.vocab_size, positions, c.window);
     Both both = open_both(p, positions);
     int last = random_below(positions - T + 1);
     compare_ops(p, both, T, 0);
@@ -543,6 +597,7 @@ static void compare_models(Type type) {
     compare_ops(p, both, 1, positions - 1);
     int n = positions < 3 ? positions : 3;
     compare_tokens(p, both, positions - n, n);
+    compare_batches(p, both, positions);
     close_both(both);
 }
 

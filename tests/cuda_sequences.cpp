@@ -6,8 +6,8 @@
 //   saved     a sequence that is saved and loaded continues like the sequence, on the CPU nearly so
 //   logits    the same logits as the CPU's, in memory that moves between two calls
 //   embed     nearly the same embeddings as the CPU's; the logits of the last call stay
-//   shapes    300 prompts of different lengths and numbers of logits, each twice, keep few
-//             recordings (emulated)
+//   shapes    sequences share recordings, and so do prompts of similar lengths; there are few
+//             (emulated)
 //   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
 //   memory    sequences until no more fit leave memory for the code of kernels (emulated)
 //   hot       an infinite temperature, with logits as far apart as floats can be, samples the
@@ -299,21 +299,34 @@ static void memory(llamac_model *model) {
     llamac_stop(engine);
 }
 
+// Evaluates a prompt of n tokens, the logits of whose last n_wanted are wanted, twice: op by op, then
+// recorded.
+static void evaluate_twice(llamac_engine *engine, llamac_sequence *s, int n, int n_wanted) {
+    std::vector<llamac_batch_token> batch;
+    for (int t = 0; t < n; t++) batch.push_back({s, 3 + t, t, t >= n - n_wanted});
+    for (int i = 0; i < 2; i++) EXPECT(llamac_evaluate(engine, batch.data(), n, &error));
+}
+
 static void shapes(llamac_model *model) {
+    using cuda_on_cpu::graphs;
     llamac_engine *engine = start(model, "cuda", false);
     EXPECT(engine);
-    llamac_sequence *s = llamac_sequence_new(engine, &error);
-    for (int i = 0; i < 2 * 300; i++) {
-        int shape = i / 2, n = 5 + shape / 5, n_wanted = 1 + shape % 5;
-        std::vector<llamac_batch_token> batch;
-        for (int t = 0; t < n; t++) batch.push_back({s, 3 + t, t, t >= n - n_wanted});
-        EXPECT(llamac_evaluate(engine, batch.data(), n, &error)); // op by op, then recorded
-        EXPECT(cuda_on_cpu::graphs <= MAX_RECORDINGS);
+    for (int n = 33; n <= 64; n++) { // one recording serves all of these, and all sequences
+        llamac_sequence *s = llamac_sequence_new(engine, &error);
+        evaluate_twice(engine, s, n, 1);
+        llamac_sequence_free(s);
+        EXPECT(graphs == 1);
     }
-    EXPECT(cuda_on_cpu::graphs == MAX_RECORDINGS);
+    llamac_sequence *s = llamac_sequence_new(engine, &error);
+    for (int n : {1, 2, 3, 4, 7, 8, 13, 16, 29, 32, 61, 64})
+        for (int n_wanted : {0, 1, 2, 4, 8, 16, 32, n - 1, n}) {
+            if (n_wanted <= n) evaluate_twice(engine, s, n, n_wanted);
+            EXPECT(graphs <= MAX_RECORDINGS);
+        }
+    EXPECT(graphs == MAX_RECORDINGS);
     llamac_sequence_free(s);
-    EXPECT(cuda_on_cpu::graphs == 0);
     llamac_stop(engine);
+    EXPECT(graphs == 0);
 }
 
 static bool is_failure() {

@@ -6,13 +6,27 @@
 // The KV cache of one layer. Its elements are __half, or float for float32 models (the template
 // parameter CacheType of the kernels). Elements between head_dim and width are zero.
 typedef struct {
-    void *keys, *values; // (n_kv_heads, positions, width) each
+    void *keys, *values; // (n_kv_heads, positions, width) each; see cache_of
     int positions;
     int width; // head_dim rounded up to a multiple of 8
     int n_heads, n_kv_heads, head_dim;
+    int window;         // max positions that a token attends to; 0: no limit
     bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
-    const Input *input; // its pos is the position of the first token of the batch
+    size_t offset;      // bytes from the keys (values) of a sequence to those of this layer
+    const Input *input; // the batch
 } LayerCache;
+
+// Returns the layer in the cache of token t's sequence.
+static __device__ LayerCache cache_of(LayerCache c, int t) {
+    const InputToken &token = c.input->tokens[t];
+    c.keys = (char *)token.keys + c.offset, c.values = (char *)token.values + c.offset;
+    return c;
+}
+
+// Returns the first of the n positions up to a token's own that it attends to.
+static __device__ int first_position(const LayerCache &c, int n) {
+    return c.window && n > c.window ? n - c.window : 0;
+}
 
 // The keys and values that query head h attends to.
 template <typename CacheType> struct HeadCache {
@@ -45,14 +59,16 @@ template <> struct CacheFormat<__half> : Format<F16> { typedef __half2 Pair; };
 // 64 i + 2 l + 1, as out[2 i] and out[2 i + 1].
 template <int SLICES> struct OnlineSoftmax { float max, sum, out[2 * SLICES]; };
 
-// Attends with q (width,) to the first n positions. A tile is 32 consecutive positions; each lane
-// computes the score of one. The warp takes tiles first_tile, first_tile + tile_stride, and so on.
+// Attends with q (width,) to the positions from `begin` to n - 1. A tile is 32 consecutive positions,
+// the first of which has number `begin` among its own; each lane computes the score of one. The warp
+// takes tiles first_tile, first_tile + tile_stride, and so on.
 // One pass over the positions suffices: the sums are scaled down whenever a larger score appears
 // (Milakov 2018, "Online normalizer calculation for softmax").
 template <typename CacheType, int SLICES>
 static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
-                                                    const HeadCache<CacheType> &head, int n,
-                                                    int first_tile, int tile_stride, float scale) {
+                                                    const HeadCache<CacheType> &head, int begin,
+                                                    int n, int first_tile, int tile_stride,
+                                                    float scale) {
     typedef CacheFormat<CacheType> F;
     const int N = F::N, lane = threadIdx.x % 32;
     const int BATCH = 8;                            // units of a key that a lane loads together
@@ -60,7 +76,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
     const CacheType *keys = head.keys, *values = head.values;
     int width = head.width;
     OnlineSoftmax<SLICES> s = {-INFINITY, 0, {0}};
-    for (int p = 32 * first_tile; p < n; p += 32 * tile_stride) {
+    for (int p = 32 * (begin / 32 + first_tile); p < n; p += 32 * tile_stride) {
         float score = -INFINITY;
         typename F::Pair pairs[VALUE_BATCH];
         // Loads this lane's dimensions in slice i of the values at the VALUE_BATCH positions from
@@ -73,7 +89,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
                     *(const typename F::Pair *)(values + (size_t)min(p + j + b, n - 1) * width + d);
         };
         load_values(0, 0); // requested before their weights are known
-        if (p + lane < n) {
+        if (p + lane >= begin && p + lane < n) {
             const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
             score = 0;
             for (int u = 0; u < width / N; u += BATCH) {
@@ -118,19 +134,19 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, groups of WARPS tokens); block: WARPS warps.
 template <typename CacheType, int SLICES>
-static __global__ void attention_many(LayerCache c, float *out, __half *half_copy, const float *q,
-                                      int T) {
+static __global__ void attention_many(LayerCache c, float *out, __half *half_copy, const float *q) {
     __shared__ float queries[WARPS][MAX_HEAD_DIM];
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int t = blockIdx.y * WARPS + warp;
-    if (t >= T) return;
+    if (t >= c.input->T) return;
     size_t at = ((size_t)t * c.n_heads + h) * c.head_dim;
-    HeadCache<CacheType> head(c, h);
+    HeadCache<CacheType> head(cache_of(c, t), h);
     for (int i = lane; i < c.width; i += 32) queries[warp][i] = i < c.head_dim ? q[at + i] : 0;
     __syncwarp();
-    int n = c.input->pos + t + 1;
+    int n = c.input->tokens[t].pos + 1;
     float scale = 1 / sqrtf(c.head_dim);
-    OnlineSoftmax<SLICES> s = attend_warp<CacheType, SLICES>(queries[warp], head, n, 0, 1, scale);
+    OnlineSoftmax<SLICES> s =
+        attend_warp<CacheType, SLICES>(queries[warp], head, first_position(c, n), n, 0, 1, scale);
     for (int i = 0; i < 2 * SLICES; i++) {
         int d = 64 * (i / 2) + 2 * lane + i % 2;
         if (d < c.head_dim) store_with_copy(out, half_copy, at + d, s.out[i] / s.sum);
@@ -157,9 +173,9 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
     return all;
 }
 
-// A block's part of the attention of head h to the first n positions. Their tiles are dealt out to
-// `splits` blocks; this is block `split`.
-struct HeadSplit { int h, split, splits, n; };
+// A block's part of the attention of head h to the positions from `begin` to n - 1. Their tiles are
+// dealt out to `splits` blocks; this is block `split`.
+struct HeadSplit { int h, split, splits, begin, n; };
 
 // Shared memory of attend_block: the query, and each warp's softmax.
 typedef struct {
@@ -177,9 +193,9 @@ static __device__ HeadPartial attend_block(const LayerCache &c, const float *q,
     if (d < c.width) scratch->query[d] = d < c.head_dim ? q[part.h * c.head_dim + d] : 0;
     __syncthreads();
     if (warp < WARPS) {
-        OnlineSoftmax<SLICES> s =
-            attend_warp<CacheType, SLICES>(scratch->query, head, part.n, part.split * WARPS + warp,
-                                           part.splits * WARPS, 1 / sqrtf(c.head_dim));
+        OnlineSoftmax<SLICES> s = attend_warp<CacheType, SLICES>(
+            scratch->query, head, part.begin, part.n, part.split * WARPS + warp,
+            part.splits * WARPS, 1 / sqrtf(c.head_dim));
         if (lane == 0) scratch->max[warp] = s.max, scratch->sum[warp] = s.sum;
         for (int i = 0; i < 2 * SLICES; i++)
             scratch->outs[warp * MAX_HEAD_DIM + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
@@ -211,23 +227,30 @@ static __device__ float merge_partials(const float *partials, int h, int splits,
     return all.out / all.sum;
 }
 
-// Attends for one token. The last block of a head to finish merges the partial softmaxes.
-// out, q (n_heads, head_dim); partials: see partials_at; counters (n_heads,) zeros.
-// Grid: (n_heads, splits); block: WARPS warps.
+// Attends for the tokens that are the only ones of their run. The last block of a head and token to
+// finish merges the partial softmaxes.
+// out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL; partials: see
+// partials_at, with T * n_heads heads; counters (T * n_heads,) zeros. The last two are unused if
+// there is one split. Grid: (n_heads, splits, T); block: WARPS warps.
 template <typename CacheType, int SLICES>
-static __global__ void attention_one(LayerCache c, float *out, const float *q, float *partials,
-                                     unsigned *counters) {
+static __global__ void attention_one(LayerCache c, float *out, __half *half_copy, const float *q,
+                                     float *partials, unsigned *counters) {
     __shared__ AttentionScratch scratch;
-    int h = blockIdx.x, splits = gridDim.y, d = threadIdx.x;
-    HeadSplit part = {h, (int)blockIdx.y, splits, c.input->pos + 1};
-    HeadPartial mine = attend_block<CacheType, SLICES>(c, q, part, &scratch);
+    int t = blockIdx.z, h = blockIdx.x, splits = gridDim.y, d = threadIdx.x;
+    if (t >= c.input->T || !is_single(c.input->tokens[t])) return;
+    int n = c.input->tokens[t].pos + 1, row = t * c.n_heads + h; // of out and q
+    HeadSplit part = {h, (int)blockIdx.y, splits, first_position(c, n), n};
+    HeadPartial mine = attend_block<CacheType, SLICES>(
+        cache_of(c, t), q + (size_t)t * c.n_heads * c.head_dim, part, &scratch);
+    part.h = row; // among the partials
     if (splits > 1) {
         if (d < c.head_dim) store_partial(partials, part, d, mine);
-        if (!is_last_block(&counters[h], splits)) return;
+        if (!is_last_block(&counters[row], splits)) return;
     }
     if (d < c.head_dim)
-        out[h * c.head_dim + d] =
-            splits > 1 ? merge_partials(partials, h, splits, d) : mine.out / mine.sum;
+        store_with_copy(out, half_copy, (size_t)row * c.head_dim + d,
+                        splits > 1 ? merge_partials(partials, row, splits, d)
+                                   : mine.out / mine.sum);
 }
 
 // ----------------------------------------------------------------------------
@@ -279,9 +302,11 @@ template <typename CacheType>
 static __global__ void rotate_and_cache(LayerCache c, float *q, float *k, const float *v,
                                         const float2 *rotation) {
     int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
-    int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;
+    int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y;
     bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
-    if (i >= q_dim + 2 * kv_dim) return;
+    if (i >= q_dim + 2 * kv_dim || t >= c.input->T) return;
+    int pos = c.input->tokens[t].pos;
+    c = cache_of(c, t);
     if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
     int pair = i % c.head_dim / 2, distance = 1;
     if (c.rope_halves && (is_q || is_k)) i -= pair, distance = half;

@@ -2,16 +2,8 @@
 #pragma once
 #include "session.cuh"
 
-// Forgets a recording. Does nothing if it is unused.
-static void drop_recording(Recording *r) {
-    if (r->exec) (void)cudaGraphExecDestroy(r->exec);
-    *r = {};
-}
-
 static void free_cache(Backend *b, Cache *cache) {
     Cuda *c = (Cuda *)b;
-    for (Recording &r : c->recordings)
-        if (r.shape.cache == cache) drop_recording(&r);
     // Without the macro CUDA, which would not free the memory after a failure. cudaFree may be the
     // first call that returns the failure of a kernel
     for (void *array : {cache->keys, cache->values})

@@ -32,13 +32,24 @@ enum {
     float *name = (float *)name##_
 #endif
 
-// What a batch has that differs from pass to pass. Kernels read it from device memory, so that a
-// recorded graph can be replayed with other values.
+// A token of a batch: its number, its position, the tokens first..end-1 of the batch, which are its
+// run, and the KV cache of its sequence (all layers).
 typedef struct {
-    int pos;           // position of the first token
-    int tokens[CHUNK]; // (T,)
-    int rows[CHUNK];   // (n,) of gather
+    int token, pos, first, end;
+    void *keys, *values;
+} InputToken;
+
+// What a batch has that differs from pass to pass. Kernels read it from device memory, so that a
+// recorded graph can be replayed with other values. A kernel's grid may have room for more than T
+// tokens; it computes nothing of use for the others.
+typedef struct {
+    int T;
+    InputToken tokens[CHUNK]; // (T,)
+    int rows[CHUNK];          // (n,) of gather
 } Input;
+
+// Whether the run of the token has no other. Attention of such tokens has a kernel of its own.
+static __device__ bool is_single(const InputToken &t) { return t.end - t.first == 1; }
 
 static __device__ float warp_sum(float x) {
     for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i);

@@ -95,13 +95,14 @@ template <typename T> static bool allocate_array(Cuda *c, T **p, size_t n) {
 // llama.c (by cuda_alloc). Returns NULL or an error message.
 static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
-    size_t positions = c->layer_cache.positions, rows = std::min<size_t>(CHUNK, positions);
+    size_t positions = c->layer_cache.positions, rows = CHUNK;
     size_t dim = config->dim, hidden_dim = config->hidden_dim;
     size_t q_dim = config->q_dim, kv_dim = config->kv_dim, vocab_size = config->vocab_size;
     size_t half_x = CHUNK * std::max(std::max(dim, hidden_dim), q_dim);
-    // attention_one has a counter for each head, matmul_tensor one for each block. The latter has
-    // at most one block per multiprocessor, so half of 2 * multiprocessors would suffice for it.
-    size_t n_counters = std::max(config->n_heads, 2 * c->multiprocessors);
+    // attention_one has a counter for each head of a token if blocks share it, which are up to
+    // `splits` tokens; matmul_tensor has one for each block. The latter has at most one block per
+    // multiprocessor, so half of 2 * multiprocessors would suffice for it.
+    size_t n_counters = std::max(config->n_heads * c->splits, 2 * c->multiprocessors);
     c->keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
                     * config->n_kv_heads * positions * c->layer_cache.width;
 
@@ -154,9 +155,6 @@ static const char *check_model(Model *model, llamac_error *e) {
     if (config->head_dim > MAX_HEAD_DIM)
         return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim,
                       MAX_HEAD_DIM, 0, 0);
-    if (config->window)
-        return format(e, "a sliding window of %.0f positions, which --device=cpu has",
-                      config->window, 0, 0, 0);
     return NULL;
 }
 
@@ -166,6 +164,7 @@ static LayerCache plan_layer_cache(const Config *config, int positions) {
     cache.positions = positions;
     cache.width = (config->head_dim + 7) / 8 * 8; // 8 halves are a 16-byte load
     cache.n_heads = config->n_heads, cache.n_kv_heads = config->n_kv_heads;
+    cache.window = config->window;
     // rope_halves: RoPE's pairs are (i, i + head_dim / 2); else (2i, 2i + 1)
     cache.head_dim = config->head_dim, cache.rope_halves = config->rope_halves;
     return cache;
@@ -204,7 +203,8 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     c->layer_cache = plan_layer_cache(&model->config, o->positions);
     // Attention of one token divides a head's positions into up to 16 splits, one per block. Each
     // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096.
-    c->splits = std::min((o->positions + 255) / 256, 16);
+    int seen = model->config.window ? std::min(model->config.window, o->positions) : o->positions;
+    c->splits = std::min((seen + 255) / 256, 16);
     wrong = find_device(c, e);
     if (!wrong) wrong = open_memory(c, model, o, e);
     if (!wrong) try_driver(c, &model->weights);
@@ -214,7 +214,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     }
     if (wrong) return cuda_close(&c->ops), wrong;
     Backend *b = &c->ops;
-    b->chunk = CHUNK, b->max_runs = 1, b->begin = begin, b->end = end, b->alloc = cuda_alloc;
+    b->chunk = CHUNK, b->max_runs = CHUNK, b->begin = begin, b->end = end, b->alloc = cuda_alloc;
     b->new_cache = new_cache, b->free_cache = free_cache, b->reserve = reserve, b->share = share;
     b->read_cache = read_cache, b->write_cache = write_cache;
     b->kv_bits = c->float_cache ? 32 : 16;

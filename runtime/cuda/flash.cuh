@@ -4,11 +4,12 @@
 #include "attention.cuh"
 #include "tensor_products.cuh"
 
-// Where a warp stores its 16 queries' results: tokens t to t + 15 of head h.
+// Where a warp stores its 16 queries' results: tokens t to t + 15 of head h. Tokens that are the
+// only ones of their run are attention_one's.
 struct FlashOutput {
     float *out;        // (T, n_heads, head_dim)
     __half *half_copy; // the same in half precision, or NULL
-    int h, t, T;
+    int h, t;
 };
 
 // Each warp has 16 queries of one head. All warps of a block share tiles of KEYS positions.
@@ -77,12 +78,13 @@ template <int D> struct Flash {
         __syncwarp();
     }
 
-    // Replaces the scores of the first n positions by weights 2^(scale * score - max); the other
-    // weights are 0. Weights are in half precision and overwrite the first half of their row of
-    // scores. Updates the max of this lane's row and the lane's part of the row's sum of weights.
-    // Returns the factor that earlier sums must be multiplied by.
+    // Replaces the scores of positions from..n-1 by weights 2^(scale * score - max); the other
+    // weights are 0, and from and n may be outside the tile. Weights are in half precision and
+    // overwrite the first half of their row of scores. Updates the max of this lane's row and the
+    // lane's part of the row's sum of weights. Returns the factor that earlier sums must be
+    // multiplied by.
     // Lanes 2 r and 2 r + 1 share row r: of each 4 scores, the first lane holds the first two.
-    static __device__ float softmax_step(float *scores, float scale, int n, float &max,
+    static __device__ float softmax_step(float *scores, float scale, int from, int n, float &max,
                                          float &sum) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 2;
         float2 pairs[LANE_SCORES / 2];
@@ -91,18 +93,18 @@ template <int D> struct Flash {
         for (int i = 0; i < LANE_SCORES / 2; i++) {
             int at = begin + 4 * i;
             pairs[i] = *(const float2 *)(scores + row * SCORE_PITCH + at);
-            pairs[i].x = at < n ? scale * pairs[i].x : -INFINITY;
-            pairs[i].y = at + 1 < n ? scale * pairs[i].y : -INFINITY;
+            pairs[i].x = at >= from && at < n ? scale * pairs[i].x : -INFINITY;
+            pairs[i].y = at + 1 >= from && at + 1 < n ? scale * pairs[i].y : -INFINITY;
             new_max = fmaxf(new_max, fmaxf(pairs[i].x, pairs[i].y));
         }
         new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 1));
-        float rescale = exp2f(max - new_max);
+        float base = new_max == -INFINITY ? 0 : new_max; // a row that has seen no position yet
+        float rescale = exp2f(max - base);
         max = new_max, sum *= rescale;
         __syncwarp(); // both lanes have read the row
 #pragma unroll
         for (int i = 0; i < LANE_SCORES / 2; i++) {
-            __half2 weights =
-                __floats2half2_rn(exp2f(pairs[i].x - new_max), exp2f(pairs[i].y - new_max));
+            __half2 weights = __floats2half2_rn(exp2f(pairs[i].x - base), exp2f(pairs[i].y - base));
             float2 rounded = __half22float2(weights);
             sum += rounded.x + rounded.y; // of the rounded weights, which multiply the values
             *(__half2 *)((__half *)(scores + row * SCORE_PITCH) + begin + 4 * i) = weights;
@@ -141,6 +143,7 @@ template <int D> struct Flash {
                                  const FlashOutput &to) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
         size_t at = ((size_t)(to.t + row) * c.n_heads + to.h) * c.head_dim + begin;
+        bool is_wanted = to.t + row < c.input->T && !is_single(c.input->tokens[to.t + row]);
 #pragma unroll
         for (int i = 0; i < D / 16; i++, at += 16) {
             __syncwarp(); // all lanes have read the previous 16 columns
@@ -150,7 +153,7 @@ template <int D> struct Flash {
             float y[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) y[j] = scratch[row * SCORE_PITCH + begin + j] / sum;
-            int n = to.t + row < to.T ? c.head_dim - 16 * i - begin : 0; // dimensions to store
+            int n = is_wanted ? c.head_dim - 16 * i - begin : 0; // dimensions to store
             if (c.head_dim % 8 == 0 && n > 0) {
                 store_four_with_copy(to.out, to.half_copy, at, y);
                 store_four_with_copy(to.out, to.half_copy, at + 4, y + 4);
@@ -161,45 +164,59 @@ template <int D> struct Flash {
     }
 };
 
-// Attends for many tokens.
+// Attends for tokens whose run has others. A block has QUERIES tokens of the batch; it takes the runs
+// that they are from one after another, in which the tokens of other runs see no position.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, tiles of queries), in reverse order, since the last tiles see the most positions;
 // block: Flash<D>::N_WARPS warps.
 template <int D>
 static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
-    attention_tiles(LayerCache c, float *out, __half *half_copy, const float *q, int T) {
+    attention_tiles(LayerCache c, float *out, __half *half_copy, const float *q) {
     typedef Flash<D> F;
     __shared__ __align__(128) __half qs[F::QUERIES * F::QKV_PITCH];
     __shared__ __align__(128) __half ks[F::KEYS * F::QKV_PITCH], vs[F::KEYS * F::QKV_PITCH];
     __shared__ __align__(128) float all_scores[F::N_WARPS][16 * F::SCORE_PITCH];
     __shared__ __align__(128) float all_rescales[F::N_WARPS][16];
-    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, pos = c.input->pos;
+    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, T = c.input->T;
     int t0 = (gridDim.y - 1 - blockIdx.y) * F::QUERIES, t = t0 + 16 * warp;
-    int end = pos + min(t0 + F::QUERIES, T);
-    HeadCache<__half> head(c, h);
+    int t_end = min(t0 + F::QUERIES, T), row = t + lane / 2; // this lane's token
+    if (t0 >= T) return;
     float *scores = all_scores[warp], *rescales = all_rescales[warp];
     float max = -INFINITY, sum = 0;
     // Weights are powers of 2, so scores are multiplied by 1 / ln(2) = 1.4427.
     float scale = 1.442695041f / sqrtf(c.head_dim);
     Sums sums[D / 16];
     for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
-    for (int first = 0; first < end; first += F::KEYS) {
-        F::copy_async(ks, head.keys, c.width, first, end);
-        F::copy_async(vs, head.values, c.width, first, end);
-        if (first == 0) F::load_queries(qs, q, c, h, t0, T); // while the copies run
-        __pipeline_wait_prior(1); // for the keys; the values may still be on their way
-        __syncthreads();          // keys and queries are visible
-        if (t < T) {
-            F::score(scores, qs + 16 * warp * F::QKV_PITCH, ks);
-            int visible = pos + t + lane / 2 + 1 - first; // positions the row sees; may be <= 0
-            float rescale = F::softmax_step(scores, scale, visible, max, sum);
-            if (lane % 2 == 0) rescales[lane / 2] = rescale;
+    bool has_queries = false;
+    for (int r0 = t0, r1; r0 < t_end; r0 = r1) { // tokens r0..r1-1 are of one run
+        const InputToken &token = c.input->tokens[r0];
+        r1 = min(token.end, t_end);
+        if (is_single(token)) continue;
+        HeadCache<__half> head(cache_of(c, r0), h);
+        int end = token.pos + r1 - r0;
+        int row_end = row >= r0 && row < r1 ? token.pos + row - r0 + 1 : 0; // of what the row sees
+        int row_begin = first_position(c, row_end);
+        int begin = first_position(c, token.pos + 1); // of what all rows see
+        bool is_warps = t < r1 && t + 16 > r0;        // the warp has tokens of the run
+        for (int first = begin / F::KEYS * F::KEYS; first < end; first += F::KEYS) {
+            F::copy_async(ks, head.keys, c.width, first, end);
+            F::copy_async(vs, head.values, c.width, first, end);
+            if (!has_queries) F::load_queries(qs, q, c, h, t0, T); // while the copies run
+            has_queries = true;
+            __pipeline_wait_prior(1); // for the keys; the values may still be on their way
+            __syncthreads();          // keys and queries are visible
+            if (is_warps) {
+                F::score(scores, qs + 16 * warp * F::QKV_PITCH, ks);
+                float rescale =
+                    F::softmax_step(scores, scale, row_begin - first, row_end - first, max, sum);
+                if (lane % 2 == 0) rescales[lane / 2] = rescale;
+            }
+            __pipeline_wait_prior(0);
+            __syncthreads(); // the values are visible
+            if (is_warps) F::add_values(sums, scores, rescales, vs);
+            __syncthreads(); // all warps have read keys and values
         }
-        __pipeline_wait_prior(0);
-        __syncthreads(); // the values are visible
-        if (t < T) F::add_values(sums, scores, rescales, vs);
-        __syncthreads(); // all warps have read keys and values
     }
     sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-    if (t < T) F::store(sums, scores, sum, c, {out, half_copy, h, t, T});
+    if (t < T) F::store(sums, scores, sum, c, {out, half_copy, h, t});
 }

@@ -1,14 +1,22 @@
-// The Backend's begin and end. The ops of a pass are launched one by one the first time that a
-// sequence has a pass of its shape, recorded as a CUDA graph the second time, and replayed from the
-// graph after that, which spares the launches. One token is computed by whole_token instead, if
-// that can run.
+// The Backend's begin and end. The ops of a pass are launched one by one the first time that there
+// is a pass of its shape, recorded as a CUDA graph the second time, and replayed from the graph after
+// that, which spares the launches. A recording serves all sequences, and all numbers of tokens that
+// padded_rows makes equal. One token is computed by whole_token instead, if that can run.
 #pragma once
 #include "cache.cuh"
 #include "launch_token.cuh"
 
+// Forgets a recording. Does nothing if it is unused.
+static void drop_recording(Recording *r) {
+    if (r->exec) (void)cudaGraphExecDestroy(r->exec);
+    *r = {};
+}
+
 static bool is_same(const PassShape &a, const PassShape &b) {
-    return a.cache == b.cache && a.T == b.T && a.n_wanted == b.n_wanted && a.on_host == b.on_host
-           && a.hidden_states == b.hidden_states;
+    return a.T == b.T && a.n_wanted == b.n_wanted && a.gathers == b.gathers
+           && a.on_host == b.on_host && a.hidden_states == b.hidden_states
+           && a.attenders.singles == b.attenders.singles
+           && a.attenders.others == b.attenders.others;
 }
 
 // Returns the recording of a shape. If there is none, makes an unused recording, or the one that
@@ -26,11 +34,13 @@ static Recording *find_recording(Cuda *c, const PassShape &shape) {
     return NULL;
 }
 
-// Writes what the kernels read of a batch to c->input_host.
+// Writes what the kernels read of a batch to c->input_host. The padding of the wanted rows repeats
+// the last.
 static void fill_input(Cuda *c, const Batch *batch) {
-    c->input_host->pos = batch->runs->pos;
-    memcpy(c->input_host->tokens, batch->tokens, sizeof(int) * batch->T);
-    memcpy(c->input_host->rows, batch->wanted, sizeof(int) * batch->n_wanted);
+    int n = batch->n_wanted;
+    fill_tokens(c, batch);
+    for (int i = 0; n && i < padded_rows(c, n); i++)
+        c->input_host->rows[i] = batch->wanted[std::min(i, n - 1)];
 }
 
 // Returns whether the ops must be called.
@@ -46,13 +56,18 @@ static bool begin(Backend *b, const Batch *batch) {
         return false;
     }
     fill_input(c, batch);
-    PassShape shape = {run->cache, T, n_wanted, batch->logits != NULL,
-                       batch->hidden_states != NULL};
+    bool gathers = n_wanted > 0 && n_wanted < T; // llama.c will call gather
+    PassShape shape = {padded_rows(c, T),
+                       n_wanted ? padded_rows(c, n_wanted) : 0,
+                       gathers,
+                       batch->logits != NULL,
+                       batch->hidden_states != NULL,
+                       find_attenders(batch)};
     if (c->can_record) c->recording = find_recording(c, shape);
     if (c->recording && c->recording->exec) return false;
     if (c->recording) CUDA(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-    send_tokens(c, T);
-    if (n_wanted > 0 && n_wanted < T) send_rows(c, n_wanted); // llama.c will call gather
+    send_tokens(c, shape.T);
+    if (gathers) send_rows(c, shape.n_wanted);
     return true;
 }
 

@@ -10,10 +10,12 @@
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;
     if (!c->in_pass) { // begin has sent those of a pass
-        memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
+        for (int t = 0; t < T; t++) c->input_host->tokens[t].token = tokens[t];
+        c->input_host->T = T;
         send_tokens(c, T);
     }
-    launch(c, embed_rows, ceil_div((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
+    unsigned blocks = ceil_div((size_t)padded_rows(c, T) * table->cols, 256);
+    launch(c, embed_rows, blocks, 256, 0, x, *table, c->input);
 }
 
 // out (T, weight->cols) = RMSNorm of x (T, weight->cols)
@@ -25,51 +27,70 @@ static void rmsnorm(Cuda *c, float *out, const float *x, const Mat *weight, int 
 // ----------------------------------------------------------------------------
 // Attention
 
-// Returns a layer of a cache.
-static LayerCache layer_of(const Cuda *c, const Cache *cache, int layer) {
-    LayerCache at = c->layer_cache;
-    size_t offset = c->keys_bytes / c->config.n_layers * layer;
-    at.keys = (char *)cache->keys + offset, at.values = (char *)cache->values + offset;
-    return at;
+// Writes the tokens and runs of a batch to c->input_host. The batch's array of tokens may be NULL.
+static void fill_tokens(Cuda *c, const Batch *batch) {
+    Input *input = c->input_host;
+    input->T = batch->T;
+    for (const Run *run = batch->runs; run < batch->runs + batch->n_runs; run++)
+        for (int i = 0, t = run->first; i < run->n; i++, t++)
+            input->tokens[t] = {batch->tokens ? batch->tokens[t] : 0,
+                                run->pos + i,
+                                run->first,
+                                run->first + run->n,
+                                run->cache->keys,
+                                run->cache->values};
 }
 
-// In the functions launch_*, out and q are (T, n_heads, head_dim).
+static Attenders find_attenders(const Batch *batch) {
+    Attenders found = {};
+    for (int i = 0; i < batch->n_runs; i++)
+        (batch->runs[i].n == 1 ? found.singles : found.others) = true;
+    return found;
+}
 
-// Many tokens, float32 cache.
+// In the functions launch_*, out and q are (T, n_heads, head_dim); half_copy: see half_copy_for.
+
+// Tokens of any runs, float32 cache.
 static void launch_plain(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
     auto kernel = cache.width <= 64    ? attention_many<float, 1>
                   : cache.width <= 128 ? attention_many<float, 2>
                                        : attention_many<float, 4>;
     dim3 grid(cache.n_heads, ceil_div(T, WARPS));
-    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, half_copy_for(c, out, T), q, T);
+    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, NULL, q);
 }
 
-// Many tokens, half precision cache.
+// Tokens whose run has others, half precision cache.
 template <int D>
-static void launch_flash(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
+static void launch_flash(Cuda *c, const LayerCache &cache, float *out, __half *half_copy,
+                         const float *q, int T) {
     dim3 grid(cache.n_heads, ceil_div(T, Flash<D>::QUERIES));
-    launch(c, attention_tiles<D>, grid, 32 * Flash<D>::N_WARPS, 0, cache, out,
-           half_copy_for(c, out, T), q, T);
+    launch(c, attention_tiles<D>, grid, 32 * Flash<D>::N_WARPS, 0, cache, out, half_copy, q);
 }
 
-// One token.
+// Tokens that are the only ones of their run. Several blocks share a head of a token only while all
+// heads have no more partial softmaxes than those of one token: see count_partials.
 template <typename CacheType>
-static void launch_one(Cuda *c, const LayerCache &cache, float *out, const float *q) {
+static void launch_one(Cuda *c, const LayerCache &cache, float *out, __half *half_copy,
+                       const float *q, int T) {
     auto kernel = cache.width <= 64    ? attention_one<CacheType, 1>
                   : cache.width <= 128 ? attention_one<CacheType, 2>
                                        : attention_one<CacheType, 4>;
-    dim3 grid(cache.n_heads, c->splits);
-    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, q, c->partials, c->counters);
+    dim3 grid(cache.n_heads, std::max(1, c->splits / T), T);
+    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, half_copy, q, c->partials, c->counters);
 }
 
-static void launch_attention(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
-    if (T == 1 && c->float_cache) return launch_one<float>(c, cache, out, q);
-    if (T == 1) return launch_one<__half>(c, cache, out, q);
-    if (c->float_cache) return launch_plain(c, cache, out, q, T);
-    auto flash = cache.width <= 64    ? launch_flash<64>
-                 : cache.width <= 128 ? launch_flash<128>
-                                      : launch_flash<256>;
-    flash(c, cache, out, q, T);
+static void launch_attention(Cuda *c, const LayerCache &cache, float *out, const float *q, int T,
+                             Attenders attenders) {
+    __half *half_copy = half_copy_for(c, out, T);
+    if (attenders.others && c->float_cache) return launch_plain(c, cache, out, q, T);
+    if (attenders.others) {
+        auto flash = cache.width <= 64    ? launch_flash<64>
+                     : cache.width <= 128 ? launch_flash<128>
+                                          : launch_flash<256>;
+        flash(c, cache, out, half_copy, q, T);
+    }
+    auto one = c->float_cache ? launch_one<float> : launch_one<__half>;
+    if (attenders.singles) one(c, cache, out, half_copy, q, T);
 }
 
 static HeadWeights head_weights(const Layer *w) {
@@ -85,13 +106,14 @@ static bool has_biases_or_norms(const HeadWeights &w) {
 static void attention(Backend *b, const Batch *batch, int layer, const Layer *w, float *out,
                       const float *x) {
     Cuda *c = (Cuda *)b;
-    int T = batch->T;
-    LayerCache cache = layer_of(c, batch->runs->cache, layer);
+    int T = padded_rows(c, batch->T);
+    LayerCache cache = c->layer_cache;
+    cache.offset = c->keys_bytes / c->config.n_layers * layer;
     Product qkv[] = {{c->q, w->wq, false}, {c->k, w->wk, false}, {c->v, w->wv, false}};
     size_t pairs = (c->config.q_dim + 2 * (size_t)c->config.kv_dim) / 2;
-    if (!c->in_pass) {
-        c->input_host->pos = batch->runs->pos;
-        send_tokens(c, 0);
+    if (!c->in_pass) { // begin has sent those of a pass
+        fill_tokens(c, batch);
+        send_tokens(c, T);
     }
     rmsnorm(c, c->y, x, &w->attention_norm, T);
     matmul(c, qkv, 3, c->y, T);
@@ -101,7 +123,7 @@ static void attention(Backend *b, const Batch *batch, int layer, const Layer *w,
                heads, c->q, c->k, c->v, c->config.norm_eps);
     auto rotate = c->float_cache ? rotate_and_cache<float> : rotate_and_cache<__half>;
     launch(c, rotate, dim3(ceil_div(pairs, 128), T), 128, 0, cache, c->q, c->k, c->v, c->rotation);
-    launch_attention(c, cache, out, c->q, T);
+    launch_attention(c, cache, out, c->q, T, find_attenders(batch));
 }
 
 // ----------------------------------------------------------------------------
@@ -109,11 +131,12 @@ static void attention(Backend *b, const Batch *batch, int layer, const Layer *w,
 
 static void add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
     Product product = {x, *w, true};
-    matmul((Cuda *)b, &product, 1, y, T);
+    matmul((Cuda *)b, &product, 1, y, padded_rows((Cuda *)b, T));
 }
 
-static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
+static void feed_forward(Backend *b, const Layer *w, float *x, int n_tokens) {
     Cuda *c = (Cuda *)b;
+    int T = padded_rows(c, n_tokens);
     Products gate_up = {{{c->h, w->w1, false}, {c->h2, w->w3, false}}, 2};
     size_t n = (size_t)T * c->config.hidden_dim;
     rmsnorm(c, c->y, x, &w->ffn_norm, T);
@@ -136,7 +159,7 @@ static void gather(Backend *b, float *x, const int *rows, int n) {
         send_rows(c, n);
     }
     int dim = c->config.dim;
-    launch(c, gather_rows, ceil_div(dim, 128), 128, 0, x, c->input, n, dim);
+    launch(c, gather_rows, ceil_div(dim, 128), 128, 0, x, c->input, padded_rows(c, n), dim);
     c->half_x_source = NULL; // it may be x
 }
 
@@ -148,8 +171,9 @@ static void copy_rows(Cuda *c, float *to, const float *from, int n, int cols) {
 }
 
 static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x,
-                   int T) {
+                   int n_tokens) {
     Cuda *c = (Cuda *)b;
+    int T = padded_rows(c, n_tokens);
     Product product = {c->logits, *output, false};
     rmsnorm(c, c->y, x, norm, T);
     matmul(c, &product, 1, c->y, T);
@@ -158,8 +182,9 @@ static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, c
     finish_op(c);
 }
 
-static void hidden_states(Backend *b, float *out, const Mat *norm, const float *x, int T) {
+static void hidden_states(Backend *b, float *out, const Mat *norm, const float *x, int n_tokens) {
     Cuda *c = (Cuda *)b;
+    int T = padded_rows(c, n_tokens);
     rmsnorm(c, c->y, x, norm, T);
     if (!c->in_pass) copy_rows(c, out, c->y, T, norm->cols); // in a pass, `end` does it
     finish_op(c);

@@ -8,17 +8,22 @@
 // The KV cache of a sequence, on the device: all layers, one after another.
 struct Cache { void *keys, *values; }; // (n_layers, n_kv_heads, positions, width) each
 
-// What is the same in all passes that replay a recording.
+// Which kernels attention needs: one for tokens that are the only ones of their run, one for others.
+typedef struct { bool singles, others; } Attenders;
+
+// What is the same in all passes that replay a recording. Neither the sequences nor their positions
+// are: kernels read them from Input.
 typedef struct {
-    const Cache *cache;
-    int T, n_wanted;
+    int T, n_wanted;    // both padded: see padded_rows
+    bool gathers;       // not all tokens are wanted
     bool on_host;       // the logits are copied to the host, else `choose` reads them on the device
     bool hidden_states; // the pass computes hidden states instead of logits
+    Attenders attenders;
 } PassShape;
 
 // The ops of a pass, recorded as a CUDA graph.
 typedef struct {
-    PassShape shape;      // shape.cache is NULL if the recording is unused
+    PassShape shape;      // shape.T is 0 if the recording is unused
     cudaGraphExec_t exec; // NULL until the second pass of this shape
     uint64_t last_pass;   // number of the latest pass of this shape
 } Recording;
@@ -182,10 +187,20 @@ static void finish_op(Cuda *c) {
     if (!c->in_pass) CUDA(c, cudaStreamSynchronize(c->stream));
 }
 
-// Starts the copy of pos and the T tokens of c->input_host to the device. Ops that need only pos
-// pass 0.
+// Returns how many rows the ops compute for n tokens. In a pass, a power of 2 up to 64 or a multiple
+// of 64, so that a few recordings serve all numbers of tokens; the kernels of products compute
+// up to 64 tokens in the time of one. The rows beyond n have no meaning.
+static int padded_rows(const Cuda *c, int n) {
+    int rows = 1;
+    if (!c->in_pass || !c->can_record) return n;
+    if (n > 64) return (n + 63) / 64 * 64;
+    while (rows < n) rows *= 2;
+    return rows;
+}
+
+// Starts the copy of T and the T tokens of c->input_host to the device.
 static void send_tokens(Cuda *c, int T) {
-    size_t bytes = sizeof(int) * (1 + T);
+    size_t bytes = offsetof(Input, tokens) + sizeof(InputToken) * T;
     CUDA(c, cudaMemcpyAsync(c->input, c->input_host, bytes, cudaMemcpyHostToDevice, c->stream));
     finish_op(c);
 }

@@ -3,13 +3,11 @@
 #pragma once
 #include "formats.cuh"
 
-// Writes row input->tokens[t] of the table to row t of x (T, table.cols). A thread writes one
-// element.
-static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input,
-                                  int T) {
+// Writes the table's row of token t to row t of x (T, table.cols). A thread writes one element.
+static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     int dim = table.cols, t = (int)(i / dim);
-    if (t < T) x[i] = element_at(table, (size_t)input->tokens[t] * dim + i % dim);
+    if (t < input->T) x[i] = element_at(table, (size_t)input->tokens[t].token * dim + i % dim);
 }
 
 // RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight, for each token.

@@ -590,7 +590,8 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
     if (at.role != QKV || h >= cache.n_heads) return;
     size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
     size_t width = t.stride.cache / ((size_t)cache.n_kv_heads * cache.positions); // bytes
-    for (size_t i = 128 * threadIdx.x; i < n * width; i += 128 * BLOCK_THREADS) {
+    for (size_t i = first_position(cache, n) * width + 128 * threadIdx.x; i < n * width;
+         i += 128 * BLOCK_THREADS) {
         prefetch_line((const char *)cache.keys + head * width + i);
         prefetch_line((const char *)cache.values + head * width + i);
     }
@@ -692,14 +693,14 @@ static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squ
     return 1 / sqrtf(sum / dim + t.norm_eps);
 }
 
-// Attends with all heads to the first n positions. Each head's positions are cut into `splits`
+// Attends with all heads to the first n positions, or the last `window` of them. Each head's positions are cut into `splits`
 // parts; the blocks share the parts of all heads.
 template <typename CacheType>
 static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache, int splits, int n,
                                     AttentionScratch *scratch) {
     for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
         int h = i / splits, d = threadIdx.x;
-        HeadSplit part = {h, i % splits, splits, n};
+        HeadSplit part = {h, i % splits, splits, first_position(cache, n), n};
         HeadPartial mine = attend_block<CacheType, 4>(cache, t.q, part, scratch);
         if (d < cache.head_dim && splits > 1) store_partial(t.partials, part, d, mine);
         if (d < cache.head_dim && splits == 1)
@@ -726,7 +727,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     // Blocks share a head only if there are more than 32 * WARPS positions: more than one tile of
     // 32 for each of WARPS warps.
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
-    int tiles_per_block = (n + 32 * WARPS - 1) / (32 * WARPS);
+    int tiles_per_block = (n - first_position(t.cache, n) + 32 * WARPS - 1) / (32 * WARPS);
     splits = max(1, min(min(splits, tiles_per_block), t.max_splits));
 
     PieceCursor ahead = {};
