@@ -22,7 +22,8 @@
 // Threads may share a model, but not while llamac_open_tokenizer or llamac_use_template changes it.
 // An engine, together with its sequences, may be used by one thread at a time. Their texts do not
 // depend on each other: a sequence's logits are the same to the last bit whatever other sequences
-// are in the batch, and however its tokens were divided into calls.
+// are in the batch, and however its tokens were divided into calls. On a GPU, they are the same up to
+// rounding, which differs between kernels for one token and for several.
 //
 // Versions: a struct that a program passes or receives may get new fields at its end. The library
 // learns from sizeof, by which the inline functions call it, which fields the program knows.

@@ -4,12 +4,12 @@
 #include "attention.cuh"
 #include "tensor_products.cuh"
 
-// Where a warp stores its 16 queries' results: tokens t to t + 15 of head h. Tokens that are the
-// only ones of their run are attention_one's.
+// Where a warp stores its 16 queries' results: tokens t to t + 15 of head h, as far as they are less
+// than T.
 struct FlashOutput {
     float *out;        // (T, n_heads, head_dim)
     __half *half_copy; // the same in half precision, or NULL
-    int h, t;
+    int h, t, T;
 };
 
 // Each warp has 16 queries of one head. All warps of a block share tiles of KEYS positions.
@@ -143,7 +143,6 @@ template <int D> struct Flash {
                                  const FlashOutput &to) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
         size_t at = ((size_t)(to.t + row) * c.n_heads + to.h) * c.head_dim + begin;
-        bool is_wanted = to.t + row < c.input->T && !is_single(c.input->tokens[to.t + row]);
 #pragma unroll
         for (int i = 0; i < D / 16; i++, at += 16) {
             __syncwarp(); // all lanes have read the previous 16 columns
@@ -153,7 +152,7 @@ template <int D> struct Flash {
             float y[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) y[j] = scratch[row * SCORE_PITCH + begin + j] / sum;
-            int n = is_wanted ? c.head_dim - 16 * i - begin : 0; // dimensions to store
+            int n = to.t + row < to.T ? c.head_dim - 16 * i - begin : 0; // dimensions to store
             if (c.head_dim % 8 == 0 && n > 0) {
                 store_four_with_copy(to.out, to.half_copy, at, y);
                 store_four_with_copy(to.out, to.half_copy, at + 4, y + 4);
@@ -165,7 +164,7 @@ template <int D> struct Flash {
 };
 
 // Attends for tokens whose run has others. A block has QUERIES tokens of the batch; it takes the runs
-// that they are from one after another, in which the tokens of other runs see no position.
+// that they are from one after another, and its warps share the queries of a run.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, tiles of queries), in reverse order, since the last tiles see the most positions;
 // block: Flash<D>::N_WARPS warps.
@@ -177,46 +176,42 @@ static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
     __shared__ __align__(128) __half ks[F::KEYS * F::QKV_PITCH], vs[F::KEYS * F::QKV_PITCH];
     __shared__ __align__(128) float all_scores[F::N_WARPS][16 * F::SCORE_PITCH];
     __shared__ __align__(128) float all_rescales[F::N_WARPS][16];
-    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, T = c.input->T;
-    int t0 = (gridDim.y - 1 - blockIdx.y) * F::QUERIES, t = t0 + 16 * warp;
-    int t_end = min(t0 + F::QUERIES, T), row = t + lane / 2; // this lane's token
-    if (t0 >= T) return;
+    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int block_begin = (gridDim.y - 1 - blockIdx.y) * F::QUERIES;
+    int block_end = min(block_begin + F::QUERIES, c.input->T);
     float *scores = all_scores[warp], *rescales = all_rescales[warp];
-    float max = -INFINITY, sum = 0;
     // Weights are powers of 2, so scores are multiplied by 1 / ln(2) = 1.4427.
     float scale = 1.442695041f / sqrtf(c.head_dim);
-    Sums sums[D / 16];
-    for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
-    bool has_queries = false;
-    for (int r0 = t0, r1; r0 < t_end; r0 = r1) { // tokens r0..r1-1 are of one run
-        const InputToken &token = c.input->tokens[r0];
-        r1 = min(token.end, t_end);
+    for (int t0 = block_begin, T; t0 < block_end; t0 = T) { // tokens t0..T-1 are of one run
+        const InputToken &token = c.input->tokens[t0];
+        T = min(token.end, block_end);
         if (is_single(token)) continue;
-        HeadCache<__half> head(cache_of(c, r0), h);
-        int end = token.pos + r1 - r0;
-        int row_end = row >= r0 && row < r1 ? token.pos + row - r0 + 1 : 0; // of what the row sees
-        int row_begin = first_position(c, row_end);
-        int begin = first_position(c, token.pos + 1); // of what all rows see
-        bool is_warps = t < r1 && t + 16 > r0;        // the warp has tokens of the run
-        for (int first = begin / F::KEYS * F::KEYS; first < end; first += F::KEYS) {
+        int pos = token.pos, t = t0 + 16 * warp; // the position of t0; the warp's first token
+        int end = pos + T - t0, begin = first_position(c, pos + 1);
+        HeadCache<__half> head(cache_of(c, t0), h);
+        float max = -INFINITY, sum = 0;
+        Sums sums[D / 16];
+        for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
+        begin = begin / F::KEYS * F::KEYS;
+        for (int first = begin; first < end; first += F::KEYS) {
             F::copy_async(ks, head.keys, c.width, first, end);
             F::copy_async(vs, head.values, c.width, first, end);
-            if (!has_queries) F::load_queries(qs, q, c, h, t0, T); // while the copies run
-            has_queries = true;
+            if (first == begin) F::load_queries(qs, q, c, h, t0, T); // while the copies run
             __pipeline_wait_prior(1); // for the keys; the values may still be on their way
             __syncthreads();          // keys and queries are visible
-            if (is_warps) {
+            if (t < T) {
                 F::score(scores, qs + 16 * warp * F::QKV_PITCH, ks);
-                float rescale =
-                    F::softmax_step(scores, scale, row_begin - first, row_end - first, max, sum);
+                int n = pos + t - t0 + lane / 2 + 1; // the row sees positions below n
+                float rescale = F::softmax_step(scores, scale, first_position(c, n) - first,
+                                                n - first, max, sum);
                 if (lane % 2 == 0) rescales[lane / 2] = rescale;
             }
             __pipeline_wait_prior(0);
             __syncthreads(); // the values are visible
-            if (is_warps) F::add_values(sums, scores, rescales, vs);
+            if (t < T) F::add_values(sums, scores, rescales, vs);
             __syncthreads(); // all warps have read keys and values
         }
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        if (t < T) F::store(sums, scores, sum, c, {out, half_copy, h, t, T});
     }
-    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-    if (t < T) F::store(sums, scores, sum, c, {out, half_copy, h, t});
 }

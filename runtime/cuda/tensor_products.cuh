@@ -189,7 +189,8 @@ template <Type type, int R> struct WeightStage {
 };
 
 // Starts the copy of one step of x (T, cols): tokens from t0 and columns from k, to xs (TOKENS,
-// PITCH). Tokens beyond the last repeat the last; columns beyond the last are zero.
+// PITCH). Tokens and columns beyond the last are zero, and nothing is read for them: a batch of a few
+// tokens would otherwise read more x than weights.
 template <int TOKENS>
 static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, int cols, int k) {
     const int UNITS_PER_ROW = STEP_COLS / 8;
@@ -198,7 +199,8 @@ static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, 
         int i = threadIdx.x + j * TENSOR_THREADS, unit = i % UNITS_PER_ROW, col = k + unit * 8;
         int t = i / UNITS_PER_ROW;
         const __half *from = x + (size_t)min(t0 + t, T - 1) * cols + (col < cols ? col : 0);
-        int zero_bytes = col < cols ? 0 : 16; // written instead of bytes of `from`
+        bool exists = col < cols && t0 + t < T;
+        int zero_bytes = exists ? 0 : 16; // written instead of bytes of `from`
         __pipeline_memcpy_async(xs + t * PITCH + unit * 8, from, 16, zero_bytes);
     }
 }
