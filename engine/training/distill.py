@@ -19,7 +19,7 @@ from engine.training import distributed
 from engine.untrusted import reading
 
 TIMES = 8              # tokens that the teachers write for each token of the text
-MAX_WRITTEN = 1 << 20  # max tokens that they write
+MAX_WRITTEN = 1 << 19  # max tokens that they write; a text with more tokens gets none
 PROMPT = 8             # tokens of the text that begin what a teacher writes
 ROWS = 256             # sequences that a teacher writes at once
 SEED = 1337            # of what they write
@@ -38,8 +38,8 @@ def paths(teacher):
 
 def written_tokens(config, meta):
     """
-    Return how many tokens the teachers of a training write; meta: meta.json of its text. A text of
-    more than MAX_WRITTEN tokens is varied enough.
+    Return how many tokens the teachers of a training write; meta: meta.json of its text. The number
+    does not depend on the length of the training, which a resumed run may change.
     """
     n = meta["train_tokens"]
     return min(TIMES * n, MAX_WRITTEN) if config.teacher and n <= MAX_WRITTEN else 0
