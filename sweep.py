@@ -438,6 +438,10 @@ class Sweep:
         except OSError as e:
             fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
         self.processes.append(one.process)
+        if prune:
+            # Report what earlier sessions have logged. Only later rows may prune the trial: they
+            # show that its program now handles SIGTERM.
+            self.is_hopeless(one)
         return True
 
     def look_at(self, one, signals):
@@ -557,7 +561,8 @@ class Sweep:
         """Show the progress: on a terminal as a line that changes, elsewhere once per start."""
         numbers = {one.trial.number for one in self.running}
         if not self.bar.disable:
-            self.bar.set_description_str(one_line(self.progress(numbers)))
+            line = one_line(self.progress(numbers))
+            self.bar.set_description_str(line, refresh=line != self.bar.desc)
         elif numbers - self.shown:
             print(one_line(self.progress(numbers)), flush=True)
             self.shown |= numbers

@@ -264,7 +264,7 @@ def test_bayes_comes_nearer_to_the_best_or_says_what_it_needs(tmp_path):
         assert len(far) == 25 and sum(far[15:]) / 10 < sum(far[:10]) / 10
 
 
-@pytest.mark.parametrize("name", ["grid", "random", "bayes", "own_text"])
+@pytest.mark.parametrize("name", ["grid", "random", "bayes", "own_text", "debug"])
 def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name):
     content = yaml.safe_load((ROOT / f"sweeps/{name}.yaml").read_text())
     sweep_file.check(content)
@@ -443,6 +443,12 @@ def test_a_hopeless_trial_is_pruned_and_ends_as_after_ctrl_c(tmp_path):
         assert found["trials"][-1]["runs"] == [json.loads((tmp_path / "o/6/result.json").read_text())]
         assert found["trials"][-1]["runs"][0]["ended_by"] == "pruned"
     assert len((tmp_path / "calls").read_text().split()) == 7  # the second time nothing is run
+    rows = ledger(tmp_path)
+    with open(tmp_path / "o/sweep.jsonl", "a") as f:  # as if it had been killed; what it logged before does not prune it at its start
+        f.write(json.dumps(next(row for row in rows if row.get("trial") == 6 and row["status"] == "started")) + "\n")
+    p = start(tmp_path, "import time\ntime.sleep(0.5)", content, "--prune")
+    out, err = p.communicate()
+    assert p.returncode == 0 and "trial 6: 5.9000 nats per token (x=6), " in out, out + err
     assert (tmp_path / "o/6.txt").read_text() == "the sweep has pruned this trial at step 10, worse than the median of the others\n"
 
 
