@@ -125,7 +125,7 @@ def build():
     commands.append([*nvcc, "-O2", "-lineinfo", "tests/cuda_ops.cpp", *library,
                      "-o", "cache/bench/cuda_ops"])
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda command: call(*command), commands))
+        list(pool.map(lambda command: call(*command, limit=300), commands))
     return {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -415,7 +415,7 @@ def resume():
 
 # (name, function, expected seconds), in order of importance
 STEPS = [("machine", machine, 5),
-         ("build", build, 60),
+         ("build", build, 100),
          ("ops", ops, 60),
          ("logits", logits, 20),
          ("text", text, 20),
