@@ -1,13 +1,9 @@
 // Runs a Llama model. This is a program on the library in runtime/: it continues texts, chats, and
 // measures perplexity and speed. Text goes to stdout, everything else to stderr. An error ends the
 // program with one line `run: <subject>: <message>` and exit code 1.
-#define _DEFAULT_SOURCE 1 // POSIX beside C11
-#include <math.h>
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include "cli/common.h"
+#include <math.h>
+#include <time.h>
 #include "cli/options.h"
 #include "cli/requests.h"
 #include "cli/streams.h"
@@ -64,8 +60,7 @@ static const char *message_of(const llamac_error *error, const char *path) {
 static void load_prompt(Run *r, Stream *s) {
     llamac_error error;
     const char *path = r->prompt_cache;
-    struct stat found;
-    if (stat(path, &found) && errno == ENOENT) return;
+    if (!llamac_may_exist(path)) return;
     llamac_sequence *saved = llamac_sequence_load(r->engine, path, &error);
     if (!saved) die(path, "%s", message_of(&error, path));
     const int *tokens = llamac_sequence_tokens(saved);
@@ -184,13 +179,13 @@ static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_
         if (!b.n_active) continue;
         evaluate(r, b.active, b.n_active);
         if (!middle) {
-            middle = seconds(), prompt_tokens = r->n_evaluated;
+            middle = llamac_seconds(), prompt_tokens = r->n_evaluated;
             if (r->prompt_cache) save_prompt(r, b.active[0]);
         }
         continue_texts(r, &b);
         print_texts(r, &b);
     }
-    double end = seconds();
+    double end = llamac_seconds();
     free(b.streams);
     if (!r->n_evaluated) return;
     if (r->lookup.on)
@@ -238,13 +233,14 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     bool pending = false; // the answer before was cut off: its last token is not in the window yet
     Text line = {0}, prompt = {0};
     if (system) append_string(&prompt, system);
-    else ask("Enter system prompt (optional): ", &prompt);
+    else ask(&r->input, "Enter system prompt (optional): ", &prompt);
     append(&prompt, "", 1); // the zero at the end of a C string
     if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
     if (!system && *prompt.s) system = prompt.s;
     start_engine(r, r->options.positions);
     open_stream(r, s);
-    for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
+    for (bool first = true; (first && has_words) || ask(&r->input, "User: ", &line);
+         first = false) {
         int n, *tokens = encode_turn(r, first, system, first && has_words ? words : line, &n);
         if (pending) feed(r, s, &s->last, 1);
         feed(r, s, tokens, n);
@@ -309,7 +305,7 @@ static void perplexity(Run *r, Text text) {
         int pos = at % window, left = inputs - at, room = window - pos;
         T = evaluate_some(r, sequence, tokens + at, left < room ? left : room, pos);
         for (int t = 0; t < T; t++) nll += nll_of(r, t, tokens[at + t + 1]);
-        if (!isatty(2)) continue;
+        if (!llamac_stderr_is_terminal()) continue;
         fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
     }
     printf("perplexity %.4f (%d tokens, %.6f nats per token, %.6f bits per byte)\n",
@@ -342,7 +338,7 @@ static void dump_logits(Run *r, Text prompt) {
 // the user in the chat template; other modes encode the bare text without BOS.
 static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, bool is_chat) {
     Text line = {0};
-    for (bool first = true; has_prompt ? first : ask("", &line); first = false) {
+    for (bool first = true; has_prompt ? first : ask(&r->input, "", &line); first = false) {
         Text words = has_prompt ? prompt : line;
         int n, *tokens;
         if (is_chat) tokens = encode_turn(r, first, system, words, &n);
@@ -372,17 +368,6 @@ static int compare_doubles(const void *a, const void *b) {
 static double median(double *values, int n) {
     qsort(values, n, sizeof *values, compare_doubles);
     return values[n / 2];
-}
-
-// Peak memory of the process in MiB.
-static double peak_memory(void) {
-    struct rusage used;
-    getrusage(RUSAGE_SELF, &used);
-#ifdef __APPLE__
-    return used.ru_maxrss / 1048576.0; // bytes there, KiB elsewhere
-#else
-    return used.ru_maxrss / 1024.0;
-#endif
 }
 
 // Sequences that are evaluated together.
@@ -441,17 +426,17 @@ static void bench(Run *r, double began, int n_texts, bool json) {
     b.batch = resize(NULL, (size_t)n_texts * n, sizeof *b.batch);
     for (int i = 0; i < n_texts; i++) sequences[i] = new_sequence(r);
     decode_greedily(&b, bos, 1);
-    double first_token = seconds() - began;
+    double first_token = llamac_seconds() - began;
     for (int i = 0; i < WARM_UP; i++) bench_evaluate(&b, &bos, 0, 1, 0);
     bench_evaluate(&b, tokens, 0, n, 0);
-    double begin = seconds();
-    for (; runs < BENCH_RUNS && (!runs || seconds() - begin < BENCH_SECONDS); runs++) {
-        double before = seconds();
+    double begin = llamac_seconds();
+    for (; runs < BENCH_RUNS && (!runs || llamac_seconds() - begin < BENCH_SECONDS); runs++) {
+        double before = llamac_seconds();
         bench_evaluate(&b, tokens, 0, n, 0);
-        double middle = seconds();
+        double middle = llamac_seconds();
         decode_greedily(&b, bos, decoded);
         prompt[runs] = middle - before;
-        decode[runs] = seconds() - middle;
+        decode[runs] = llamac_seconds() - middle;
         bandwidth[runs] = llamac_bandwidth(r->engine);
         share[runs] = bandwidth[runs] > 0 ? decoded / decode[runs] * bytes / bandwidth[runs] : 0;
     }
@@ -475,7 +460,7 @@ static void bench(Run *r, double began, int n_texts, bool json) {
                   "peak memory            %12.1f MiB\n",
            llamac_threads(r->engine), n_texts, first_token * 1e3, n, prompt_speed, decoded,
            n_texts * calls, bytes, bytes * calls / 1e9, median(bandwidth, runs) / 1e9,
-           median(share, runs), peak_memory());
+           median(share, runs), (double)llamac_peak_memory() / (1 << 20));
     for (int i = 0; i < n_texts; i++) llamac_sequence_free(sequences[i]);
     free(b.batch);
 }
@@ -483,20 +468,11 @@ static void bench(Run *r, double began, int n_texts, bool json) {
 // ----------------------------------------------------------------------------
 // The program
 
-// Reading a truncated mapping raises SIGBUS: another program may have cut off the model file.
-static void file_shrank(int number) {
-    static const char message[] = "run: model: its file was cut off while in use\n";
-    ssize_t written = write(2, message, sizeof message - 1);
-    (void)number, (void)written;
-    _exit(1);
-}
-
 // Returns the path of the model, to be freed: the folder of a run has it in model.gguf.
 static char *model_path(const char *path) {
-    struct stat found;
     Text text = {0};
     append_string(&text, path);
-    if (!stat(path, &found) && S_ISDIR(found.st_mode)) append_string(&text, "/model.gguf");
+    if (llamac_is_folder(path)) append_string(&text, "/model.gguf");
     append(&text, "", 1); // the zero at the end of a C string
     return text.s;
 }
@@ -518,9 +494,8 @@ static void load(Run *r, const Options *o, bool needs_tokenizer) {
 }
 
 int main(int argc, char **argv) {
-    signal(SIGPIPE, SIG_IGN); // a reader that closed the pipe is reported as a write error
-    signal(SIGBUS, file_shrank);
-    double began = seconds();
+    llamac_begin_program(&argc, &argv);
+    double began = llamac_seconds();
     Options o = parse_options(argc, argv);
     Run r = {0};
     load(&r, &o, !o.verify && !o.bench);
@@ -561,17 +536,17 @@ int main(int argc, char **argv) {
     }
     Text prompt = {0}, text = {0};
     bool is_stdin = o.prompt && !strcmp(o.prompt, "-");
-    if (is_stdin) prompt = read_file("-");
+    if (is_stdin) prompt = read_file(&r.input, "-");
     else if (o.prompt) append_string(&prompt, o.prompt);
-    if (o.prompt_file) prompt = read_file(o.prompt_file);
+    if (o.prompt_file) prompt = read_file(&r.input, o.prompt_file);
     if (o.verify) printf("the weights are intact\n");
-    else if (o.perplexity) perplexity(&r, text = read_file(o.perplexity));
+    else if (o.perplexity) perplexity(&r, text = read_file(&r.input, o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
     else if (o.bench) bench(&r, began, at_once, o.json);
     else if (o.tokenize) tokenize(&r, prompt, has_prompt, o.system, is_chat);
     else if (is_chat) chat(&r, prompt, has_prompt, o.system);
     else if (o.jsonl) answer_requests(&r, at_once, has_template ? "" : error.text);
-    else if (o.prompts) generate_lines(&r, text = read_file(o.prompts), at_once);
+    else if (o.prompts) generate_lines(&r, text = read_file(&r.input, o.prompts), at_once);
     else generate(&r, &prompt, 1, at_once, at_once);
     flush();
 
@@ -580,6 +555,7 @@ int main(int argc, char **argv) {
     llamac_stop(r.engine);
     llamac_close(r.model);
     free(r.batch);
+    free(r.input.bytes.s);
     free(prompt.s);
     free(text.s);
     return 0;

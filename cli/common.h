@@ -2,12 +2,11 @@
 #ifndef CLI_COMMON_H
 #define CLI_COMMON_H
 
+#include "../runtime/os.h"
 #include <errno.h>
 #include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include "../runtime/llamac.h"
 
 // ----------------------------------------------------------------------------
@@ -17,20 +16,20 @@
 // its UTF-8, and '?' replaces only control characters. The message may quote text of the user that
 // was cut, by %.40s for example, in the middle of a UTF-8 character: '?' replaces every byte that
 // is not printable ASCII.
-__attribute__((format(printf, 2, 3), noreturn)) static void die(const char *subject,
-                                                                const char *format, ...) {
+PRINTF_LIKE(2, 3) _Noreturn static void die(const char *subject, const char *format, ...) {
     char message[600];
     va_list args;
     va_start(args, format);
     vsnprintf(message, sizeof message, format, args);
     va_end(args);
+    for (char *c = message; *c; c++)
+        if (*c < ' ' || *c > '~') *c = '?';
+    char line[1 << 13]; // printed at once: a console decodes each write by itself
+    snprintf(line, sizeof line, "run: %s", subject);
+    for (char *c = line; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
     fflush(stdout);
-    fputs("run: ", stderr);
-    for (const char *c = subject; *c; c++)
-        fputc((unsigned char)*c < ' ' || *c == 127 ? '?' : *c, stderr);
-    fputs(": ", stderr);
-    for (const char *c = message; *c; c++) fputc(*c < ' ' || *c > '~' ? '?' : *c, stderr);
-    fputc('\n', stderr);
+    fprintf(stderr, "%s: %s\n", line, message);
     exit(1);
 }
 
@@ -59,26 +58,66 @@ static void append(Text *text, const char *s, size_t n) {
 
 static inline void append_string(Text *text, const char *s) { append(text, s, strlen(s)); }
 
-// Reads a whole file or pipe, without the byte-order mark that some editors put before UTF-8. The
-// path "-" is stdin.
-static Text read_file(const char *path) {
-    Text text = {0};
+// Bytes of stdin that are read, but not used yet: the C library's own buffer does not tell whether a
+// whole line has arrived.
+typedef struct {
+    Text bytes;
+    size_t begin;   // of the next line
+    size_t scanned; // no newline is between `begin` and here
+    bool ended;
+} Input;
+
+// Appends bytes of stdin. If none have arrived, waits for them or, unless `wait`, returns false.
+static bool read_input(Input *in, bool wait) {
     char buffer[1 << 16];
-    bool is_stdin = !strcmp(path, "-");
-    FILE *file = is_stdin ? stdin : fopen(path, "rb");
-    if (!file) die(path, "%s", strerror(errno));
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, file));) append(&text, buffer, n);
-    if (ferror(file)) die(is_stdin ? "stdin" : path, "%s", strerror(errno));
-    if (!is_stdin) fclose(file);
-    if (text.n >= 3 && !memcmp(text.s, "\xef\xbb\xbf", 3)) memmove(text.s, text.s + 3, text.n -= 3);
-    return text;
+    int64_t got = llamac_read_input(buffer, sizeof buffer, wait);
+    if (got == LLAMAC_INPUT_LATER) return false;
+    if (got < 0) die("stdin", "%s", strerror(errno));
+    append(&in->bytes, buffer, (size_t)got);
+    in->ended = got == 0;
+    return true;
 }
 
-// Seconds on a monotonic clock.
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+// Finds the next line, which is valid until the next call. Returns false at the end of the input.
+// If a whole line has not arrived yet, waits for it or, unless `wait`, returns false.
+static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
+    for (;;) {
+        size_t left = in->bytes.n - in->begin;
+        const char *begin = left ? in->bytes.s + in->begin : NULL, *newline = NULL;
+        if (in->scanned < in->bytes.n)
+            newline = memchr(in->bytes.s + in->scanned, '\n', in->bytes.n - in->scanned);
+        in->scanned = in->bytes.n;
+        if (newline || (in->ended && left)) {
+            *line = begin, *n = newline ? (size_t)(newline - begin) : left;
+            in->begin = in->scanned = newline ? in->begin + *n + 1 : in->bytes.n;
+            return true;
+        }
+        if (in->ended) return false;
+        // Nothing but an incomplete line is left: move it to the front
+        if (left) memmove(in->bytes.s, begin, left);
+        in->bytes.n = in->scanned = left, in->begin = 0;
+        if (!read_input(in, wait)) return false;
+    }
+}
+
+// Reads a whole file or pipe, without the byte-order mark that some editors put before UTF-8. The
+// path "-" is stdin.
+static Text read_file(Input *in, const char *path) {
+    Text text = {0};
+    if (!strcmp(path, "-")) {
+        while (!in->ended) read_input(in, true);
+        text = in->bytes;
+        in->bytes = (Text){0};
+    } else {
+        char buffer[1 << 16];
+        FILE *file = llamac_open_file(path);
+        if (!file) die(path, "%s", strerror(errno));
+        for (size_t n; (n = fread(buffer, 1, sizeof buffer, file));) append(&text, buffer, n);
+        if (ferror(file)) die(path, "%s", strerror(errno));
+        fclose(file);
+    }
+    if (text.n >= 3 && !memcmp(text.s, "\xef\xbb\xbf", 3)) memmove(text.s, text.s + 3, text.n -= 3);
+    return text;
 }
 
 // ----------------------------------------------------------------------------
@@ -110,14 +149,17 @@ static void print_text(const char *s, size_t n, bool raw) {
     }
 }
 
-// Prints a question and reads a line, without its newline. Returns false at the end of the input.
-static bool ask(const char *question, Text *line) {
+// Prints a question and reads a line of stdin, without its newline. Returns false at the end of the
+// input.
+static bool ask(Input *in, const char *question, Text *line) {
+    const char *found;
+    size_t n;
     print_bytes(question, strlen(question));
     flush();
-    int c;
-    for (line->n = 0; (c = getchar()) != EOF && c != '\n';) append(line, &(char){(char)c}, 1);
-    if (ferror(stdin)) die("stdin", "%s", strerror(errno));
-    return c != EOF || line->n;
+    line->n = 0;
+    bool is_line = next_line(in, true, &found, &n);
+    if (is_line) append(line, found, n);
+    return is_line;
 }
 
 #endif

@@ -11,7 +11,7 @@ typedef struct {
 } Json;
 
 // Writes the first error and returns false.
-__attribute__((format(printf, 2, 3))) static bool refuse(Json *j, const char *format, ...) {
+PRINTF_LIKE(2, 3) static bool refuse(Json *j, const char *format, ...) {
     if (*j->error) return false;
     va_list args;
     va_start(args, format);

@@ -3,8 +3,6 @@
 #define CLI_REQUESTS_H
 
 #include <math.h>
-#include <poll.h>
-#include <unistd.h>
 #include "json.h"
 #include "options.h"
 #include "streams.h"
@@ -148,8 +146,9 @@ static bool read_format(Json *j, Request *q) {
 // A field of a request.
 typedef struct {
     const char *name;
-    bool (*read)(Json *, Request *); // reads the value and stores it; NULL: the value is a number
-    double *number, min, max;        // where the number is stored, and its limits
+    bool (*read_value)(Json *,
+                       Request *); // reads the value and stores it; NULL: the value is a number
+    double *number, min, max;      // where the number is stored, and its limits
     bool whole;
 } Field;
 
@@ -157,11 +156,11 @@ enum { N_FIELDS = 15 };
 
 static void set_fields(Field fields[N_FIELDS], Request *q) {
     const Field all[N_FIELDS] = {
-        {"id", .read = read_id},
-        {"prompt", .read = read_prompt},
-        {"messages", .read = read_messages},
-        {"stop", .read = read_stops},
-        {"response_format", .read = read_format},
+        {"id", .read_value = read_id},
+        {"prompt", .read_value = read_prompt},
+        {"messages", .read_value = read_messages},
+        {"stop", .read_value = read_stops},
+        {"response_format", .read_value = read_format},
         {"max_tokens", .number = &q->max_tokens, .min = 1, .max = INT_MAX, .whole = true},
         {"temperature", .number = &q->temperature, .max = 1e6},
         {"top_p", .number = &q->topp, .max = 1},
@@ -178,7 +177,7 @@ static void set_fields(Field fields[N_FIELDS], Request *q) {
 
 static bool read_field(Json *j, Request *q, const Field *field) {
     if (skip_word(j, "null")) return true; // *q keeps its value, as without the field
-    if (field->read) return field->read(j, q);
+    if (field->read_value) return field->read_value(j, q);
     double value;
     if (!read_number(j, &value)) return false;
     bool whole = !field->whole || value == floor(value);
@@ -353,43 +352,6 @@ static void end_answer(Run *r, Answer *answer) {
 // ----------------------------------------------------------------------------
 // Lines of stdin
 
-// Bytes that were read from stdin by poll and read, because stdio cannot tell whether a whole line
-// has arrived.
-typedef struct {
-    Text bytes;
-    size_t begin;   // of the next line
-    size_t scanned; // no newline is between `begin` and here
-    bool ended;
-} Input;
-
-// Finds the next line, which is valid until the next call. Returns false at the end of the input.
-// If a whole line has not arrived yet, waits for it or, unless `wait`, returns false.
-static bool next_line(Input *in, bool wait, const char **line, size_t *n) {
-    char buffer[1 << 16];
-    for (;;) {
-        size_t left = in->bytes.n - in->begin;
-        const char *begin = left ? in->bytes.s + in->begin : NULL, *newline = NULL;
-        if (in->scanned < in->bytes.n)
-            newline = memchr(in->bytes.s + in->scanned, '\n', in->bytes.n - in->scanned);
-        in->scanned = in->bytes.n;
-        if (newline || (in->ended && left)) {
-            *line = begin, *n = newline ? (size_t)(newline - begin) : left;
-            in->begin = in->scanned = newline ? in->begin + *n + 1 : in->bytes.n;
-            return true;
-        }
-        if (in->ended) return false;
-        // Nothing but an incomplete line is left: move it to the front
-        if (left) memmove(in->bytes.s, begin, left);
-        in->bytes.n = in->scanned = left, in->begin = 0;
-        struct pollfd ready = {.fd = 0, .events = POLLIN};
-        if (poll(&ready, 1, wait ? -1 : 0) == 0) return false;
-        ssize_t got = read(0, buffer, sizeof buffer);
-        if (got < 0 && errno != EINTR && errno != EAGAIN) die("stdin", "%s", strerror(errno));
-        if (got > 0) append(&in->bytes, buffer, got);
-        in->ended = got == 0;
-    }
-}
-
 static bool is_blank(const char *line, size_t n) {
     for (size_t i = 0; i < n; i++)
         if (!strchr(" \t\r", line[i]) || !line[i]) return false;
@@ -399,14 +361,14 @@ static bool is_blank(const char *line, size_t n) {
 // Answers requests until the input ends and all are answered, max_active of them at once. An answer
 // is printed when it is complete. `chat_error`: why the model cannot chat, or "".
 static void answer_requests(Run *r, int max_active, const char *chat_error) {
-    Input in = {0};
+    Input *in = &r->input;
     Stream *active[MAX_AT_ONCE]; // (n_active,); each is the first member of an Answer
     int n_active = 0;
     const char *line;
     size_t n;
     start_engine(r, r->options.positions);
-    while (n_active || !in.ended || in.begin < in.bytes.n) {
-        while (n_active < max_active && next_line(&in, !n_active, &line, &n)) {
+    while (n_active || !in->ended || in->begin < in->bytes.n) {
+        while (n_active < max_active && next_line(in, !n_active, &line, &n)) {
             Answer *answer = is_blank(line, n) ? NULL : begin_answer(r, line, n, chat_error);
             if (answer) active[n_active++] = &answer->stream;
         }
@@ -420,7 +382,6 @@ static void answer_requests(Run *r, int max_active, const char *chat_error) {
         }
         n_active = left;
     }
-    free(in.bytes.s);
 }
 
 #endif

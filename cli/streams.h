@@ -20,6 +20,7 @@ typedef struct {
     bool json_object;         // texts are JSON objects
     int steps;                // max tokens of a text, or of an answer in a chat
     bool told;                // the user has been told that a window slid
+    Input input;              // stdin
     const char *prompt_cache; // file with keys and values of a prompt, or NULL
     // for evaluate
     llamac_batch_token *batch; // (capacity,)
@@ -156,7 +157,7 @@ static void evaluate(Run *r, Stream **streams, int n) {
     llamac_error error;
     int count = 0, n_guesses = 0;
     bool one_each = true; // each stream has one token to evaluate, which was sampled
-    double begin = seconds();
+    double begin = llamac_seconds();
     if (!r->n_evaluated) r->began = begin;
     for (int i = 0; i < n; i++)
         one_each &= streams[i]->length - streams[i]->evaluated == 1 && streams[i]->sampled > 0;
@@ -179,7 +180,7 @@ static void evaluate(Run *r, Stream **streams, int n) {
         n_guesses += s->n_guesses;
     }
     if (!llamac_evaluate(r->engine, r->batch, count, &error)) die("model", "%s", error.text);
-    if (one_each) count_call(&r->lookup, n, n_guesses, seconds() - begin);
+    if (one_each) count_call(&r->lookup, n, n_guesses, llamac_seconds() - begin);
     r->n_evaluated += count - n_guesses;
 }
 

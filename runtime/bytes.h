@@ -3,11 +3,10 @@
 #ifndef LLAMAC_BYTES_H
 #define LLAMAC_BYTES_H
 
+#include "os.h"
 #include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include "llamac.h"
 
 typedef llamac_error Error;
 
@@ -19,7 +18,7 @@ static inline void clear(Error *e) {
 // Writes the message to e (unless e is NULL) and returns false. The message may quote an untrusted
 // file, and a terminal obeys control characters, so every byte that is not printable ASCII becomes
 // a question mark.
-__attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const char *format, ...) {
+PRINTF_LIKE(2, 3) static inline bool fail(Error *e, const char *format, ...) {
     if (!e) return false;
     char text[sizeof e->text]; // separate, because an argument may be the earlier message in e
     va_list args;

@@ -1,12 +1,34 @@
-// The operating system: files, memory, processors and the clock.
+// The operating system: files, memory, processors, threads, the clock, and what a program needs of
+// it. Only this header and os.c know POSIX or Windows. Paths, arguments and texts are UTF-8 on every
+// system.
 #ifndef LLAMAC_OS_H
 #define LLAMAC_OS_H
 
-#include "bytes.h"
+// MinGW's own printf knows %zu, which that of Windows' older C library does not. GCC checks formats
+// for the older one by default.
+#ifdef __MINGW32__
+#include <stddef.h> // may set the macro
+#undef __USE_MINGW_ANSI_STDIO
+#define __USE_MINGW_ANSI_STDIO 1
+#endif
+#if defined(__MINGW32__) && !defined(__clang__)
+#define PRINTF_LIKE(at, first) __attribute__((format(gnu_printf, at, first)))
+#else
+#define PRINTF_LIKE(at, first) __attribute__((format(printf, at, first)))
+#endif
+
+#include <stdio.h>
+#include "llamac.h"
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// ----------------------------------------------------------------------------
+// Files
 
 typedef struct {
     const uint8_t *bytes;
@@ -14,13 +36,14 @@ typedef struct {
 } File; // a file mapped into memory; bytes is NULL if no file is mapped
 
 // Maps a file into memory. Fails for directories, pipes and empty files.
-bool llamac_map_file(const char *path, File *, Error *);
+bool llamac_map_file(const char *path, File *, llamac_error *);
 void llamac_unmap(File *);
 
 // Reads a file and returns its bytes, to be freed, and their number in *size. Reading is safer than
 // mapping: if another program truncates a mapped file, access to it raises SIGBUS. If the first n
 // bytes are not `magic`, reads only these. Fails like llamac_map_file.
-uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *);
+uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size,
+                          llamac_error *);
 
 // A file that is being written under its own name, in the folder where it will be.
 typedef struct {
@@ -32,11 +55,28 @@ typedef struct {
 // Creates a file, readable only by its owner, that llamac_finish_file moves to `path` or, if that is
 // a symbolic link, to where it leads. Fails if something is there that is not a regular file
 // beginning with the n bytes of `magic`.
-bool llamac_create_file(NewFile *, const char *path, const void *magic, size_t n, Error *);
+bool llamac_create_file(NewFile *, const char *path, const void *magic, size_t n, llamac_error *);
 
 // Closes the file and moves it to its target when all of it is on the disk. If `ok` is false or that
 // fails, removes it. Returns whether it was moved. If `ok` is false, *e is not changed.
-bool llamac_finish_file(NewFile *, bool ok, Error *);
+bool llamac_finish_file(NewFile *, bool ok, llamac_error *);
+
+// Opens a file for reading bytes. Returns NULL and sets errno if that fails.
+FILE *llamac_open_file(const char *path);
+
+// Returns whether the path leads to a folder.
+bool llamac_is_folder(const char *path);
+
+// Returns false if nothing is at the path, true also if the system does not say.
+bool llamac_may_exist(const char *path);
+
+// ----------------------------------------------------------------------------
+// Memory
+
+// Returns n uninitialised bytes at a multiple of `alignment`, a power of two that divides n, to be
+// freed by llamac_free_aligned. Returns NULL if there is not enough memory.
+void *llamac_allocate_aligned(size_t alignment, size_t n);
+void llamac_free_aligned(void *);
 
 // Asks the system to use large pages, where it supports them, for n bytes that are allocated or
 // mapped from a file.
@@ -51,12 +91,78 @@ void llamac_drop_pages(const uint8_t *begin, const uint8_t *end);
 // put before the paths /proc and /sys; it is "" except in tests.
 uint64_t llamac_free_memory(const char *root);
 
+// ----------------------------------------------------------------------------
+// Processors, threads and the clock
+
+// Returns whether an ARM processor multiplies bytes: by dot products, by products of matrices.
+// False on other processors.
+bool llamac_has_dotprod(void);
+bool llamac_has_i8mm(void);
+
 // Returns the default number of threads: one for each physical core that the process may use,
 // within its CPU quota and at most 64.
 int llamac_default_threads(void);
 
 // Returns the seconds on a monotonic clock.
 double llamac_seconds(void);
+
+typedef struct {
+    void (*run)(void *);
+    void *arg;
+#ifdef _WIN32
+    void *handle;
+#else
+    pthread_t handle;
+#endif
+} Thread;
+
+// Starts a thread that calls run(arg). The Thread must stay where it is until llamac_join_thread,
+// which waits for the end of the thread. Returns false if the system refuses.
+bool llamac_start_thread(Thread *, void (*run)(void *), void *arg);
+void llamac_join_thread(Thread *);
+
+// Lets other threads run on this processor.
+void llamac_yield(void);
+
+// A lock, and threads that sleep until they are woken.
+typedef struct {
+#ifdef _WIN32
+    void *lock, *wake; // an SRWLOCK and a CONDITION_VARIABLE
+#else
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+#endif
+} Monitor;
+
+void llamac_open_monitor(Monitor *);
+void llamac_close_monitor(Monitor *);
+void llamac_lock(Monitor *);
+void llamac_unlock(Monitor *);
+
+// Unlocks the monitor, sleeps and locks it again. May return without being woken.
+void llamac_sleep(Monitor *);
+void llamac_wake_all(Monitor *);
+
+// ----------------------------------------------------------------------------
+// Programs (run.c); the library calls none of these
+
+// Prepares stdin, stdout and stderr for bytes, and a console for UTF-8. Makes a pipe without a
+// reader an error of the write. If a mapped file is cut off while in use, the program ends with a
+// line on stderr and exit code 1. Sets the arguments to UTF-8.
+void llamac_begin_program(int *argc, char ***argv);
+
+// Returns whether stderr is shown in a terminal.
+bool llamac_stderr_is_terminal(void);
+
+// Returns the peak memory of the process in bytes.
+uint64_t llamac_peak_memory(void);
+
+enum { LLAMAC_INPUT_LATER = -2 };
+
+// Reads bytes of stdin, up to n >= 4096. Returns their number; 0 at the end of the input; -1 after an
+// error, which sets errno. If none have arrived, waits for some or, unless `wait`, returns
+// LLAMAC_INPUT_LATER. A Windows console is only read with `wait`.
+int64_t llamac_read_input(char *bytes, size_t n, bool wait);
 
 #ifdef __cplusplus
 }

@@ -716,7 +716,7 @@ static Page *new_page(Cpu *cpu) {
     PageSizes s = page_sizes(cpu);
     Page *page = cpu->unused_pages;
     if (page) cpu->unused_pages = page->next;
-    else page = aligned_alloc(64, HEAD + s.all);
+    else page = llamac_allocate_aligned(64, HEAD + s.all);
     if (!page) return NULL;
     *page = (Page){.n_caches = 1, .keys = (char *)page + HEAD};
     page->values = page->keys + s.keys;
@@ -737,7 +737,7 @@ static void drop_page(Cpu *cpu, Page *page) {
 void llamac_free_pages(Cpu *cpu) {
     for (Page *page = cpu->unused_pages, *next; page; page = next) {
         next = page->next;
-        free(page);
+        llamac_free_aligned(page);
     }
 }
 

@@ -18,7 +18,7 @@ static void *allocate(Cpu *cpu, size_t n, size_t size, size_t alignment) {
     void **memory = realloc(cpu->memory, (cpu->n_memory + 1) * sizeof(void *)), *p = NULL;
     if (memory) cpu->memory = memory;
     if (memory && n < SIZE_MAX / 2 / size)
-        p = aligned_alloc(alignment, (n * size / alignment + 1) * alignment);
+        p = llamac_allocate_aligned(alignment, (n * size / alignment + 1) * alignment);
     if (p) memory[cpu->n_memory++] = p;
     else cpu->out_of_memory = true;
     return p;
@@ -249,7 +249,7 @@ static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
     llamac_thread_pool_stop(&cpu->pool);
     llamac_free_pages(cpu);
-    for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
+    for (int i = 0; i < cpu->n_memory; i++) llamac_free_aligned(cpu->memory[i]);
     free(cpu->memory);
     free(cpu);
 }

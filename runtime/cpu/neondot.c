@@ -1,20 +1,18 @@
 // The kernels for NEON with the dot product of bytes (dotprod), which most 64-bit ARM processors
 // since 2018 have.
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
+#include "../os.h"
 #include "kernels.h"
 
 #if defined(__ARM_FEATURE_DOTPROD) // the whole program may use it, as by default on Apple's
 #define TARGET
 static bool supported(void) { return true; }
-#elif defined(__aarch64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 16)
+#elif defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16)
 #ifdef __clang__ // before 16, clang has no target attribute for it
 #define TARGET __attribute__((target("dotprod")))
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
-static bool supported(void) { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+static bool supported(void) { return llamac_has_dotprod(); }
 #endif
 
 #ifdef TARGET

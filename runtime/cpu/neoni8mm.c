@@ -1,23 +1,19 @@
 // The kernels for NEON with products of matrices of bytes (i8mm), as in Neoverse V1 and N2 and most
 // ARM processors since.
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
+#include "../os.h"
 #include "kernels.h"
 
 #if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_DOTPROD) // as in neondot.c
 #define TARGET
 static bool supported(void) { return true; }
-#elif defined(__aarch64__) && defined(HWCAP2_I8MM) \
-    && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)
+#elif defined(__aarch64__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)
 #ifdef __clang__
 #define TARGET __attribute__((target("dotprod,i8mm")))
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
 #endif
 static bool supported(void) {
-    return llamac_neondot.supported && llamac_neondot.supported()
-           && (getauxval(AT_HWCAP2) & HWCAP2_I8MM);
+    return llamac_neondot.supported && llamac_neondot.supported() && llamac_has_i8mm();
 }
 #endif
 

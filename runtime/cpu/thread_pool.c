@@ -1,6 +1,4 @@
 // The thread pool. thread_pool.h describes how workers share a step.
-#define _DEFAULT_SOURCE // declare POSIX functions under -std=c11
-#include <sched.h>
 #include "../os.h"
 #include "thread_pool.h"
 
@@ -77,7 +75,7 @@ static bool pause_briefly(const ThreadPool *pool, Wait *w) {
     if (since < pool->yield_ticks) w->waited += since; // false at the first reading, too
     if (w->waited - w->yielded >= pool->yield_ticks) {
         w->yielded = w->waited;
-        sched_yield();
+        llamac_yield();
     }
     return true;
 }
@@ -217,7 +215,7 @@ static bool has_work(const Worker *w) {
     return atomic_load(&w->pool->goal) != w->step || atomic_load(&w->pool->stopping);
 }
 
-static void *run_worker(void *arg) {
+static void run_worker(void *arg) {
     Worker *self = arg;
     ThreadPool *pool = self->pool;
     Wait idle = {0};
@@ -226,23 +224,22 @@ static void *run_worker(void *arg) {
             run_step(self), idle = (Wait){0};
         pause_briefly(pool, &idle);
         if (idle.waited < pool->sleep_ticks) continue;
-        pthread_mutex_lock(&pool->lock);
+        llamac_lock(&pool->idle);
         atomic_fetch_add(&pool->sleepers, 1);
-        while (!has_work(self)) pthread_cond_wait(&pool->wake, &pool->lock);
+        while (!has_work(self)) llamac_sleep(&pool->idle);
         atomic_fetch_sub(&pool->sleepers, 1);
-        pthread_mutex_unlock(&pool->lock);
+        llamac_unlock(&pool->idle);
         idle = (Wait){0};
     }
-    return NULL;
 }
 
 // Wakes all sleepers. The lock keeps the signal from arriving between a worker's check of has_work
 // and its wait.
 static void wake(ThreadPool *pool) {
     if (!atomic_load(&pool->sleepers)) return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_broadcast(&pool->wake);
-    pthread_mutex_unlock(&pool->lock);
+    llamac_lock(&pool->idle);
+    llamac_wake_all(&pool->idle);
+    llamac_unlock(&pool->idle);
 }
 
 void llamac_thread_pool_run(ThreadPool *pool) {
@@ -263,14 +260,13 @@ void llamac_thread_pool_run(ThreadPool *pool) {
 }
 
 void llamac_thread_pool_start(ThreadPool *pool, int n_threads) {
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->wake, NULL);
+    llamac_open_monitor(&pool->idle);
     double ticks_per_nanosecond = n_threads > 1 ? ticks_per_second() * 1e-9 : 1;
     pool->help_ticks = (uint64_t)(HELP_AFTER * ticks_per_nanosecond);
     pool->yield_ticks = (uint64_t)(YIELD_AFTER * ticks_per_nanosecond);
     pool->sleep_ticks = (uint64_t)(SLEEP_AFTER * ticks_per_nanosecond);
     Worker *w = pool->workers + 1;
-    while (w < pool->workers + n_threads && !pthread_create(&w->thread, NULL, run_worker, w)) w++;
+    while (w < pool->workers + n_threads && llamac_start_thread(&w->thread, run_worker, w)) w++;
     pool->n_threads = (int)(w - pool->workers);
     link_nodes(pool); // the workers see the tree once they see the first goal
 }
@@ -278,8 +274,7 @@ void llamac_thread_pool_start(ThreadPool *pool, int n_threads) {
 void llamac_thread_pool_stop(ThreadPool *pool) {
     atomic_store(&pool->stopping, true);
     wake(pool);
-    for (int i = 1; i < pool->n_threads; i++) pthread_join(pool->workers[i].thread, NULL);
+    for (int i = 1; i < pool->n_threads; i++) llamac_join_thread(&pool->workers[i].thread);
     if (!pool->n_threads) return; // the pool was never started
-    pthread_cond_destroy(&pool->wake);
-    pthread_mutex_destroy(&pool->lock);
+    llamac_close_monitor(&pool->idle);
 }

@@ -16,8 +16,8 @@
 #ifndef THREAD_POOL_H
 #define THREAD_POOL_H
 
-#include <pthread.h>
 #include <stdatomic.h>
+#include "../os.h"
 #include "kernels.h"
 
 typedef struct Cpu Cpu;
@@ -52,7 +52,7 @@ struct Worker {
     _Alignas(64) atomic_uint taken; // slices taken so far from this worker's share
     Node node;                      // a node of the tree; has nothing to do with this worker
     _Alignas(64) ThreadPool *pool;
-    pthread_t thread;
+    Thread thread;
     unsigned step; // number of the step that this worker runs, or will run next
     Cpu *cpu;      // the backend that tasks work on
 
@@ -74,8 +74,8 @@ struct ThreadPool {
     atomic_uint goal;                              // number of the last step in the list, plus 1
     atomic_int sleepers;                           // workers that sleep or are about to
     atomic_bool stopping;                          // workers must return
-    pthread_mutex_t lock; // held from the decision to sleep until the worker waits for `wake`
-    pthread_cond_t wake;  // signals a new goal, or stopping
+    Monitor idle; // locked from the decision to sleep until the worker sleeps; woken by a new goal,
+                  // or stopping
 };
 
 // Starts workers 1..n_threads-1, or fewer if the system refuses: results do not depend on their

@@ -1,5 +1,5 @@
 // Included before every source of a fault-injection build: each call that the system may refuse goes through `refuse`.
-#define _GNU_SOURCE 1 // as run.c does, before the first header
+#define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -23,8 +23,7 @@ extern bool stream_failed;      // which ferror then says
 #define mmap(at, n, access, flags, file, offset) (fault_now() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))
 #define fopen(path, mode) (fault_now() ? NULL : fopen(path, mode))
 #define fread(p, size, n, f) (fault_now() ? stream_failed = true, 0 : fread(p, size, n, f))
-#undef getchar
-#define getchar() (fault_now() ? stream_failed = true, EOF : getc(stdin))
+#define read(file, to, n) (fault_now() ? -1 : read(file, to, n))
 #undef ferror
 #define ferror(f) (stream_failed || (ferror)(f))
 #define pread(file, to, n, at) (fault_now() ? -1 : pread(file, to, n, at))
