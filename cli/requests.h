@@ -146,9 +146,8 @@ static bool read_format(Json *j, Request *q) {
 // A field of a request.
 typedef struct {
     const char *name;
-    bool (*read_value)(Json *,
-                       Request *); // reads the value and stores it; NULL: the value is a number
-    double *number, min, max;      // where the number is stored, and its limits
+    bool (*read_value)(Json *, Request *); // stores the value; NULL: the value is a number
+    double *number, min, max;              // where the number is stored, and its limits
     bool whole;
 } Field;
 

@@ -12,7 +12,7 @@
 static const char file_cut_off[] = "run: model: its file was cut off while in use\n";
 
 // What is at a path.
-typedef enum { NOTHING, REGULAR_FILE, LINK, FOLDER, SOMETHING_ELSE, UNKNOWN } Kind;
+typedef enum { NOTHING, REGULAR_FILE, LINK, FOLDER, SOMETHING_ELSE, CANNOT_TELL } Kind;
 
 #ifdef _WIN32
 // ----------------------------------------------------------------------------
@@ -66,11 +66,11 @@ static char *to_utf8(const wchar_t *wide) {
 // Returns what is at a path, following links or not.
 static Kind kind_at(const char *path, bool follow) {
     wchar_t *wide = to_wide(path);
-    if (!wide) return errno == ENOENT ? NOTHING : UNKNOWN;
+    if (!wide) return errno == ENOENT ? NOTHING : CANNOT_TELL;
     DWORD is = GetFileAttributesW(wide);
     set_errno();
     free(wide);
-    if (is == INVALID_FILE_ATTRIBUTES) return errno == ENOENT ? NOTHING : UNKNOWN;
+    if (is == INVALID_FILE_ATTRIBUTES) return errno == ENOENT ? NOTHING : CANNOT_TELL;
     if (!follow && (is & FILE_ATTRIBUTE_REPARSE_POINT)) return LINK;
     if (is & FILE_ATTRIBUTE_DIRECTORY) return FOLDER;
     return is & FILE_ATTRIBUTE_DEVICE ? SOMETHING_ELSE : REGULAR_FILE;
@@ -115,7 +115,7 @@ static void close_descriptor(int file) { _close(file); }
 
 static Kind kind_of(int file, uint64_t *size) {
     struct _stat64 info;
-    if (_fstat64(file, &info)) return UNKNOWN;
+    if (_fstat64(file, &info)) return CANNOT_TELL;
     *size = (uint64_t)info.st_size;
     return (info.st_mode & _S_IFMT) == _S_IFREG ? REGULAR_FILE : SOMETHING_ELSE;
 }
@@ -384,7 +384,7 @@ static Kind kind_of_mode(mode_t mode) {
 // Returns what is at a path, following links or not.
 static Kind kind_at(const char *path, bool follow) {
     struct stat info;
-    if (follow ? stat(path, &info) : lstat(path, &info)) return errno == ENOENT ? NOTHING : UNKNOWN;
+    if (follow ? stat(path, &info) : lstat(path, &info)) return errno == ENOENT ? NOTHING : CANNOT_TELL;
     return kind_of_mode(info.st_mode);
 }
 
@@ -401,7 +401,7 @@ static void close_descriptor(int file) { close(file); }
 
 static Kind kind_of(int file, uint64_t *size) {
     struct stat info;
-    if (fstat(file, &info)) return UNKNOWN;
+    if (fstat(file, &info)) return CANNOT_TELL;
     *size = (uint64_t)info.st_size;
     return kind_of_mode(info.st_mode);
 }
@@ -687,7 +687,7 @@ static bool open_file(const char *path, int *file, size_t *size, Error *e) {
     uint64_t bytes;
     Kind kind = kind_of(*file, &bytes);
     bool ok = kind == REGULAR_FILE && bytes > 0;
-    if (kind == UNKNOWN) fail(e, "%s", strerror(errno));
+    if (kind == CANNOT_TELL) fail(e, "%s", strerror(errno));
     else if (kind != REGULAR_FILE) fail(e, "not a regular file");
     else if (!bytes) fail(e, "the file is empty");
     if (!ok) close_descriptor(*file);
@@ -762,7 +762,7 @@ static bool may_replace(const char *path, const void *magic, size_t n, Error *e)
     uint8_t found[64];
     Kind kind = kind_at(path, false);
     if (kind == NOTHING) return true;
-    CHECK(kind != UNKNOWN, "%s", strerror(errno));
+    CHECK(kind != CANNOT_TELL, "%s", strerror(errno));
     CHECK(kind == REGULAR_FILE, "something else than a regular file is there: name another file");
     FILE *file = open_stream(path);
     CHECK(file, "%s", strerror(errno));

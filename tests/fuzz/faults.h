@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#undef _DEFAULT_SOURCE // which run.c defines
 
 bool fault_now(void);              // whether this call is the one to fail; sets errno
 extern bool stream_failed;      // which ferror then says
