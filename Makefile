@@ -14,6 +14,7 @@ SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
+, := ,
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state batch
 RUNS    := 3000000
 QUESTION := "One windy Friday, Sue and Pip went to the lake. Where did they go that windy Friday?"
@@ -21,7 +22,7 @@ QUESTION := "One windy Friday, Sue and Pip went to the lake. Where did they go t
 .PHONY: help lib demo chat test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
 
 help:                ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | sed 's/:/ /' | awk '{name = $$1; $$1 = ""; printf "make %-13s%s\n", name, $$0}'
+	@grep -E '^[a-z.-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | sed 's/:/ /' | awk '{name = $$1; $$1 = ""; printf "make %-17s%s\n", name, $$0}'
 
 demo: .venv/demo run ## set up, train a small model on built-in stories (5 minutes in all), write a story with it
 	$(VENV) train.py --out_dir=out/demo --wandb_log=True
@@ -93,6 +94,19 @@ runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## run for NVIDIA GPUs (need
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
 	    -o $@ runtime/cuda/cuda.cu $(patsubst %.c,cache/cuda/%.o,$(notdir $(SOURCES))) -lm -lpthread
 
+# Programs for other systems. zig (ziglang of PyPI, in requirements-dev.txt) has the C libraries of all of them. WITH names
+# another compiler: make run.exe WITH=x86_64-w64-mingw32-gcc. GCC for Windows aligns the stack to 16 bytes, but not the
+# vectors of 32 that it keeps there (GCC bug 54412): its assembler makes such moves unaligned.
+ABROAD := run.exe run-macos run-macos-intel run-arm run-linux
+run.exe: SYSTEM := x86_64-windows-gnu ## run for Windows, compiled here by zig; WITH=COMPILER: by another one
+run-macos: SYSTEM := aarch64-macos ## run for Macs with Apple's processors
+run-macos-intel: SYSTEM := x86_64-macos ## run for Macs with Intel's processors
+run-arm: SYSTEM := aarch64-linux-musl ## run for Linux on 64-bit ARM, without libraries
+run-linux: SYSTEM := x86_64-linux-musl ## run for Linux on x86-64, without libraries
+run.exe: UNALIGNED := $(if $(filter %gcc,$(WITH)),-Wa$(,)-muse-unaligned-vector-move)
+$(ABROAD): $(SOURCES) $(HEADERS) $(if $(WITH),,.venv/test)
+	$(or $(WITH),$(VENV) -m ziglang cc -target $(SYSTEM)) $(WARN) $(CFLAGS) $(UNALIGNED) -s -o $@ $(SOURCES) -lm -pthread
+
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
@@ -139,4 +153,4 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	@touch $@
 
 clean:               ## remove build products; runs, caches and .venv stay
-	rm -f run run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
+	rm -f run $(ABROAD) run.pdb run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o

@@ -384,7 +384,8 @@ static Kind kind_of_mode(mode_t mode) {
 // Returns what is at a path, following links or not.
 static Kind kind_at(const char *path, bool follow) {
     struct stat info;
-    if (follow ? stat(path, &info) : lstat(path, &info)) return errno == ENOENT ? NOTHING : CANNOT_TELL;
+    if (follow ? stat(path, &info) : lstat(path, &info))
+        return errno == ENOENT ? NOTHING : CANNOT_TELL;
     return kind_of_mode(info.st_mode);
 }
 
