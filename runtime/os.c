@@ -1,8 +1,10 @@
 // The operating system: one part for Windows, one for POSIX with what only Linux, macOS or a browser
 // has, and what is the same on all of them. All other files need only C11.
-#define _GNU_SOURCE 1         // POSIX beside C11, and sched_getaffinity
-#define _FILE_OFFSET_BITS 64  // files above 2 GB on 32-bit systems
-#define _WIN32_WINNT 0x0602   // Windows 8: its locks and its functions for paths
+#define _GNU_SOURCE 1        // POSIX beside C11, and sched_getaffinity
+#define _FILE_OFFSET_BITS 64 // files above 2 GB on 32-bit systems
+#ifndef _WIN32_WINNT
+#define _WIN32_WINNT 0x0602 // Windows 8: its locks and its functions for paths
+#endif
 #define WIN32_LEAN_AND_MEAN 1 // without what redefines usual names
 #define NOMINMAX 1
 #include <errno.h>
