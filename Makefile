@@ -153,4 +153,5 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	@touch $@
 
 clean:               ## remove build products; runs, caches and .venv stay
-	rm -f run $(ABROAD) run.pdb run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
+	rm -f run run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
+	rm -f $(ABROAD) run.pdb

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from .conftest import ISAS, PROGRAM, ROOT, WARN
+from .conftest import ISAS, PROGRAM, ROOT, WARN, compile_c
 from .test_hostile import hostile_gguf, hostile_llama2c
 from .test_run import TEXT, Model, byte, logits, reciter, run
 
 C11 = "assert ctype errno float inttypes limits math stdarg stdatomic stdbool stddef stdint stdio stdlib string time".split()
-PROCESSORS = ["arm_neon", "cpuid", "immintrin"]  # headers of compilers, the same on every system
+PROCESSORS = ["arm_neon", "cpuid", "immintrin", "wasm_simd128"]  # headers of compilers, the same on every system
 MINGW = "x86_64-w64-mingw32-gcc"
 needs_mingw = pytest.mark.skipif(not shutil.which(MINGW), reason=f"needs {MINGW}")
 ZIG = (ROOT / ".venv/bin/python").exists() and not subprocess.run(
@@ -34,7 +34,7 @@ def test_only_os_c_knows_an_operating_system():
     for source in sources():
         text = (ROOT / source).read_text()
         headers = set(re.findall(r"#\s*include <(.*)\.h>", text))
-        systems = re.findall(r"\b(?:_WIN32|__MINGW32__|__linux__|__APPLE__|__wasm__|__wasi__|__unix__)\b", text)
+        systems = re.findall(r"\b(?:_WIN32|__MINGW32__|__linux__|__APPLE__|__wasi__|__unix__)\b", text)
         if source not in ("runtime/os.c", "runtime/os.h"):
             assert headers <= {*C11, *PROCESSORS}, source
             assert not systems or source == "runtime/llamac.h", source  # which exports names
@@ -96,7 +96,7 @@ def ports(tmp_path_factory):
     return port
 
 
-FORMS = ["v0:", "v1:", "v2:32", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k"]
+FORMS = ["v0:", "v1:", "v2:32", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"]
 
 
 @pytest.mark.slow  # half a minute of compiling each
@@ -110,18 +110,17 @@ def test_texts_and_refusals_are_those_of_run(ports, run_bin, tmp_path, name):
         folder = tmp_path / str(i)
         folder.mkdir()
         args, _ = model.write(folder, form)
-        for flags in (["-n", 60], ["-i", TEXT, "-n", 128]):
-            expected = run(run_bin, *args, "-t", 0, *flags, isa="scalar")
-            assert run(program, *args, "-t", 0, *flags, isa="scalar") == expected, form
+        text = [*args, "-t", 0, "-i", TEXT, "-n", 128]
+        assert run(program, *text) == run(run_bin, *text), form
         ours, theirs = (logits(p, args, TEXT, model.vocab) for p in (program, run_bin))
         assert np.abs(ours - theirs).max() < 0.02 * theirs.std() + 1e-4, form
     small, refused = Model(vocab=260, layers=1, seq=16), []
     for version in 0, 1, 2:
         (tmp_path / f"v{version}").mkdir()
         args, _ = small.write(tmp_path / f"v{version}", f"v{version}:32")
-        refused += [(args, data) for data in list(hostile_llama2c(args[0].read_bytes(), version))[::7]]
+        refused += [(args, data) for data in list(hostile_llama2c(args[0].read_bytes(), version))[::20]]
     small.write_gguf(tmp_path / "m.gguf")
-    refused += [([tmp_path / "m.gguf"], data) for data in list(hostile_gguf((tmp_path / "m.gguf").read_bytes()))[::7]]
+    refused += [([tmp_path / "m.gguf"], data) for data in list(hostile_gguf((tmp_path / "m.gguf").read_bytes()))[::20]]
     for args, data in refused:
         args[0].write_bytes(data)
         assert run(program, *args, "-n", 3, status=1) == run(run_bin, *args, "-n", 3, status=1)
