@@ -343,6 +343,14 @@ static int64_t read_console(HANDLE console, char *bytes, size_t n) {
     return WideCharToMultiByte(CP_UTF8, 0, text, (int)kept, bytes, (int)n, NULL, NULL);
 }
 
+// Makes \n of the ends of lines, \r\n. Returns how many of the n bytes remain.
+static int64_t end_lines(char *bytes, DWORD n) {
+    DWORD kept = 0;
+    for (DWORD i = 0; i < n; i++)
+        if (bytes[i] != '\r' || i + 1 == n || bytes[i + 1] != '\n') bytes[kept++] = bytes[i];
+    return kept;
+}
+
 int64_t llamac_read_input(char *bytes, size_t n, bool wait) {
     HANDLE input = GetStdHandle(STD_INPUT_HANDLE);
     DWORD mode, got = 0, ready = 0;
@@ -351,7 +359,11 @@ int64_t llamac_read_input(char *bytes, size_t n, bool wait) {
     bool is_empty = !wait && GetFileType(input) == FILE_TYPE_PIPE
                     && PeekNamedPipe(input, NULL, 0, NULL, &ready, NULL) && !ready;
     if (is_empty) return LLAMAC_INPUT_LATER;
-    if (ReadFile(input, bytes, n < 1 << 30 ? (DWORD)n : 1 << 30, &got, NULL)) return got;
+    if (ReadFile(input, bytes, n < 1 << 30 ? (DWORD)n - 1 : 1 << 30, &got, NULL)) {
+        DWORD more = 0;
+        if (got && bytes[got - 1] == '\r') ReadFile(input, bytes + got, 1, &more, NULL);
+        return end_lines(bytes, got + more);
+    }
     if (GetLastError() == ERROR_BROKEN_PIPE) return 0; // its writer has ended
     return set_errno(), -1;
 }

@@ -163,6 +163,7 @@ def test_large_files_and_chinese_names_on_windows(ports, run_bin, tmp_path, name
     requests = '{"id": "一", "prompt": "从前", "max_tokens": 5, "temperature": 0}\n'.encode() * 3
     for stdin in requests, requests.replace(b"\n", b"\r\n"):
         assert run(program, folder, "--jsonl", stdin=stdin) == run(run_bin, folder, "--jsonl", stdin=stdin)
+    assert run(program, folder, "--tokenize", stdin=b"a\r\nb\rc\r\n\r\n") == run(run_bin, folder, "--tokenize", stdin=b"a\nb\rc\n\n")
 
 
 @pytest.mark.slow
