@@ -161,7 +161,7 @@ enum { LLAMAC_INPUT_LATER = -2 };
 
 // Reads bytes of stdin, up to n >= 4096. Returns their number; 0 at the end of the input; -1 after an
 // error, which sets errno. If none have arrived, waits for some or, unless `wait`, returns
-// LLAMAC_INPUT_LATER. A Windows console is only read with `wait`.
+// LLAMAC_INPUT_LATER. On Windows, \r\n is read as \n, and a console only with `wait`.
 int64_t llamac_read_input(char *bytes, size_t n, bool wait);
 
 #ifdef __cplusplus
