@@ -508,6 +508,17 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
 
 enum { MAX_THREADS = 1024 };
 
+// Checks that sizes which grow with the number of positions fit in the 32 bits that WebAssembly has
+// for addresses. The KV cache is the largest of them.
+static bool check_positions(const Config *c, int positions, Error *e) {
+    uint64_t vectors = 2 * (uint64_t)c->n_layers * c->n_kv_heads + c->n_heads + 4;
+    uint64_t bytes = (positions + 128) * vectors * (c->head_dim + 16) * sizeof(float);
+    CHECK(sizeof(size_t) == 8 || bytes < UINT32_MAX,
+          "the context of %d tokens needs more than 4 GB, which is all that WebAssembly has",
+          positions);
+    return true;
+}
+
 static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e) {
     const Config *c = &engine->model.config;
     const char *device = o->device ? o->device : HAS_CUDA ? "cuda" : "cpu";
@@ -526,9 +537,10 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     engine->kernels = llamac_choose_kernels(o->isa);
     CHECK(engine->kernels,
           "'%.40s' is no instruction set of this machine, expected scalar, avx2, avxvnni, "
-          "avx512bw, avx512, avx512bf16, neon, neondot or neoni8mm",
+          "avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128",
           o->isa);
     engine->positions = o->positions ? o->positions : c->seq_len;
+    TRY(check_positions(c, engine->positions, e));
     engine->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
     engine->sample_only = o->sample_only;
     engine->abort = o->abort, engine->data = o->data;

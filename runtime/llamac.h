@@ -208,7 +208,8 @@ typedef struct {
     bool (*abort)(void *data);
     void *data; // for `progress` and `abort`
     // CPU: name of an instruction set that the kernels must use, for tests: scalar, avx2, avxvnni,
-    // avx512bw, avx512, avx512bf16, neon, neondot or neoni8mm. NULL: the best that the machine has
+    // avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128. NULL: the best that the
+    // machine has
     const char *isa;
 } llamac_options;
 

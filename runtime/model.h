@@ -7,8 +7,10 @@
 #include "os.h"
 #include "sha256.h"
 
+#ifndef __wasm__ // which has 32 bits: open_engine refuses what does not fit
 _Static_assert(sizeof(size_t) == 8,
                "sizes of models are counted in 64 bits; 32-bit systems cannot run them");
+#endif
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "model files are little-endian and are used in place"); // mapped, not converted
 

@@ -11,6 +11,63 @@
 #include "backend.h" // refuses -ffast-math
 #include "bytes.h"
 
+#ifdef __wasm__
+// ----------------------------------------------------------------------------
+// WebAssembly, as in a browser: a module has memory and one thread, but no files and no clock
+
+static const char no_files[] = "WebAssembly has no files: open the model from memory";
+
+bool llamac_map_file(const char *path, File *mapped, Error *e) {
+    (void)path, (void)mapped;
+    return fail(e, no_files);
+}
+
+void llamac_unmap(File *file) { *file = (File){0}; }
+
+uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *e) {
+    (void)path, (void)magic, (void)n, (void)size;
+    return fail(e, no_files), NULL;
+}
+
+bool llamac_create_file(NewFile *file, const char *path, const void *magic, size_t n, Error *e) {
+    (void)file, (void)path, (void)magic, (void)n;
+    return fail(e, no_files);
+}
+
+bool llamac_finish_file(NewFile *file, bool ok, Error *e) {
+    (void)file, (void)ok;
+    return fail(e, no_files);
+}
+
+void *llamac_allocate_aligned(size_t alignment, size_t n) { return aligned_alloc(alignment, n); }
+void llamac_free_aligned(void *p) { free(p); }
+void llamac_use_large_pages(const void *p, size_t n) { (void)p, (void)n; }
+void llamac_drop_pages(const uint8_t *begin, const uint8_t *end) { (void)begin, (void)end; }
+
+// Returns how much the memory can grow: to 65536 pages of 64 KiB.
+uint64_t llamac_free_memory(const char *root) {
+    (void)root;
+    return (uint64_t)(65536 - __builtin_wasm_memory_size(0)) << 16;
+}
+
+int llamac_default_threads(void) { return 1; }
+double llamac_seconds(void) { return 0; }
+
+bool llamac_start_thread(Thread *t, void (*run)(void *), void *arg) {
+    (void)t, (void)run, (void)arg;
+    return false;
+}
+
+void llamac_join_thread(Thread *t) { (void)t; }
+void llamac_yield(void) {}
+void llamac_open_monitor(Monitor *m) { (void)m; }
+void llamac_close_monitor(Monitor *m) { (void)m; }
+void llamac_lock(Monitor *m) { (void)m; }
+void llamac_unlock(Monitor *m) { (void)m; }
+void llamac_sleep(Monitor *m) { (void)m; }
+void llamac_wake_all(Monitor *m) { (void)m; }
+
+#else
 static const char file_cut_off[] = "run: model: its file was cut off while in use\n";
 
 // What is at a path.
@@ -842,3 +899,5 @@ int llamac_default_threads(void) {
     long cores = usable_cores();
     return cores < 1 ? 1 : cores > 64 ? 64 : (int)cores;
 }
+
+#endif // not WebAssembly

@@ -1,7 +1,8 @@
 // The interface between the CPU backend and the kernels of an instruction set (ISA). reference.c
 // has each kernel in plain C, which also runs where no vector instructions are available; tests
 // compare all other kernels with it. simd.h has the same kernels in vectors. avx2.c, avxvnni.c,
-// avx512bw.c, avx512.c, neon.c, neondot.c and neoni8mm.c each compile it for one instruction set.
+// avx512bw.c, avx512.c, neon.c, neondot.c, neoni8mm.c and wasm128.c each compile it for one
+// instruction set.
 #ifndef KERNELS_H
 #define KERNELS_H
 
@@ -201,10 +202,10 @@ static inline bool has_tiles(const Kernels *k) { return k->tokens > 1; }
 static inline int round_up_to_tile(int n) { return (n + TILE - 1) / TILE * TILE; }
 
 extern const Kernels llamac_reference, llamac_avx2, llamac_avxvnni, llamac_avx512bw, llamac_avx512,
-    llamac_avx512bf16, llamac_neon, llamac_neondot, llamac_neoni8mm;
+    llamac_avx512bf16, llamac_neon, llamac_neondot, llamac_neoni8mm, llamac_wasm128;
 
 // Fills `found` with the kernels that this machine can run, the best first. Returns their number.
-enum { MAX_KERNELS = 9 };
+enum { MAX_KERNELS = 10 };
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]);
 
 // Returns the kernels of the instruction set with this name; NULL: the best. Returns NULL if the
