@@ -11,7 +11,7 @@ ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70
 PYTHON  ?= python3
 LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
 SOURCES := run.c $(LIBRARY)
-FORMATTED = run.c $(wildcard cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
+FORMATTED = run.c $(wildcard browser/*.c cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
 , := ,
@@ -19,7 +19,7 @@ TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe grammar state b
 RUNS    := 3000000
 QUESTION := "One windy Friday, Sue and Pip went to the lake. Where did they go that windy Friday?"
 
-.PHONY: help lib demo chat test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
+.PHONY: help lib wasm demo chat test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z.-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | sed 's/:/ /' | awk '{name = $$1; $$1 = ""; printf "make %-17s%s\n", name, $$0}'
@@ -51,7 +51,7 @@ test: .venv/test run ## run the tests, except those marked slow (ten minutes on 
 lint: .venv/test     ## style, layers of imports and likely mistakes: ruff, import-linter, clang-format, the compiler's warnings
 	$(VENV) -m ruff check .
 	PYTHONPATH=. .venv/bin/lint-imports
-	! LC_ALL=C.UTF-8 grep -nE '^.{101}' page/*.js page/*.css page/*.html
+	! LC_ALL=C.UTF-8 grep -nE '^.{101}' page/*.js page/*.css page/*.html browser/*.js browser/*.html
 	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 
@@ -107,6 +107,12 @@ run.exe: UNALIGNED := $(if $(filter %gcc,$(WITH)),-Wa$(,)-muse-unaligned-vector-
 $(ABROAD): $(SOURCES) $(HEADERS) $(if $(WITH),,.venv/test)
 	$(or $(WITH),$(VENV) -m ziglang cc -target $(SYSTEM)) $(WARN) $(CFLAGS) $(UNALIGNED) -s -o $@ $(SOURCES) -lm -pthread
 
+# The library for browsers and node: browser/llamac.js. CC_WASM compiles for wasm32-wasi: zig's clang, or another.
+CC_WASM ?= $(VENV) -m ziglang cc -target wasm32-wasi
+wasm: browser/llamac.wasm ## the library for browsers, which python export.py --format=html needs (by ziglang)
+browser/llamac.wasm: browser/wasm.c $(LIBRARY) $(HEADERS) | .venv/test
+	$(CC_WASM) $(WARN) -O3 -msimd128 -mexec-model=reactor -s -Wl,-z,stack-size=1048576 -o $@ browser/wasm.c $(LIBRARY)
+
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
@@ -153,5 +159,5 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	@touch $@
 
 clean:               ## remove build products; runs, caches and .venv stay
-	rm -f run run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
+	rm -f run run-debug runcuda browser/llamac.wasm libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
 	rm -f $(ABROAD) run.pdb

@@ -1,6 +1,6 @@
 // The library as a WebAssembly module: what llamac.js calls. An instance of the module has one
-// model and one text. Functions that can fail return false, NULL or -1, and llamac_js_error then
-// returns the message. `make wasm` compiles it.
+// model and one text. Functions that can fail return false, NULL or -1, and `error` then returns the
+// message. `make wasm` compiles it.
 #include <stdlib.h>
 #include <string.h>
 #include "../runtime/llamac.h"
@@ -19,12 +19,12 @@ static llamac_info info;
 static llamac_sampler sampler;
 static llamac_text *text;
 static llamac_error error;
-static const char *shown;          // the bytes that the last step has added to the text
-static int *window;                // (llamac_positions,) tokens that the model sees
-static int length, evaluated;      // tokens in the window; how many have keys and values
-static int sampled, left;          // tokens sampled so far, tokens that may follow
-static int pending = -1;           // sampled token that is not in the window, or -1
-static bool in_chat, done = true;  // the text is a chat; nothing follows
+static const char *shown;         // the bytes that the last step has added to the text
+static int *window;               // (llamac_positions,) tokens that the model sees
+static int length, evaluated;     // tokens in the window; how many have keys and values
+static int sampled, left;         // tokens sampled so far, tokens that may follow
+static int pending = -1;          // sampled token that is not in the window, or -1
+static bool in_chat, done = true; // the text is a chat; nothing follows
 
 EXPORT(allocate) void *allocate(size_t n) { return malloc(n); }
 EXPORT(release) void release(void *p) { free(p); }
@@ -44,6 +44,7 @@ EXPORT(open) bool open_model(const void *bytes, size_t size) {
     engine = llamac_start(model, &options, &error);
     sequence = engine ? llamac_sequence_new(engine, &error) : NULL;
     window = malloc(positions * sizeof *window);
+    if (sequence && !window) strcpy(error.text, "not enough memory");
     return sequence && window;
 }
 
@@ -70,8 +71,9 @@ static void feed(const int *tokens, int n) {
 // until `fresh`. system: of a chat's first turn, or NULL for that of the model. steps: max tokens,
 // those of the prompt counted as by `run -n`; in a chat, those of the answer. Returns -1 or the
 // number of the prompt's tokens.
-EXPORT(begin) int begin(const char *words, size_t n, bool chat, bool fresh, const char *system,
-                        int steps, float temperature, float topp, double seed) {
+EXPORT(begin)
+int begin(const char *words, size_t n, bool chat, bool fresh, const char *system, int steps,
+          float temperature, float topp, double seed) {
     bool first = fresh || !chat || !in_chat || !length;
     bool bos = info.add_bos || !n; // an empty prompt needs a token
     int count, *tokens;
@@ -92,8 +94,8 @@ EXPORT(begin) int begin(const char *words, size_t n, bool chat, bool fresh, cons
     return text ? count : -1;
 }
 
-// Samples a token, after evaluating those of the window that have not been evaluated: of a prompt, a
-// part. Returns the bytes that the text has grown by, at `shown`; -1 after a failure.
+// Evaluates the tokens of the window that have not been evaluated, of a prompt a part, then samples a
+// token. Returns how many bytes the text has grown by, which are at `shown`; -1 after a failure.
 EXPORT(step) int step(void) {
     size_t n = 0;
     if (pending >= 0) feed(&pending, 1);
@@ -112,7 +114,7 @@ EXPORT(step) int step(void) {
     return (int)n;
 }
 
-// Ends a text that has not ended by itself. Returns the bytes that were held back, at `shown`.
+// Ends a text that has not ended by itself. Returns how many bytes were held back, which are at `shown`.
 EXPORT(finish) int finish(void) {
     size_t n = 0;
     done = true;
