@@ -1,12 +1,13 @@
 """
-Write a model file: GGUF, llama2.c's formats or a Hugging Face folder, from any model that
-engine/training/load.py reads.
+Write a model file: GGUF, llama2.c's formats, a Hugging Face folder or a page for browsers, from any
+model that engine/training/load.py reads.
 
     python export.py out/my                      the best checkpoint of a run as out/my/model.gguf
     python export.py out/my --dtype=q8_0         ... in 8 bits
     python export.py out/my --format=v2          out/my/model.bin and tokenizer.bin, for llama2.c
     python export.py out/my --format=hf          out/my/hf, a Hugging Face folder
     python export.py out/my --format=peft        out/my/peft, the adapters of a LoRA, for PEFT
+    python export.py out/my --format=html        out/my/model.html, which runs it in a browser
     python export.py model.gguf --dtype=q4_0 --path=small.gguf
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
     python export.py TinyLlama-1.1B --dtype=bf16                 a Hugging Face folder, or Meta's
@@ -20,6 +21,7 @@ import json
 import math
 import mmap
 import struct
+import tempfile
 from pathlib import Path
 
 from configurator import configure, fail  # first: it reports missing packages
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 
 from engine.files import replacing, replacing_all
-from engine.formats import rope
+from engine.formats import rope, web_page
 from engine.formats.gguf_file import is_gguf_of_ours
 from engine.formats.hf_tokenizer import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
 from engine.formats.layout import (
@@ -67,9 +69,10 @@ from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED, prefixes_firs
 out_dir = "out"    # what to export: a run's folder, a folder of runs (the newest), a checkpoint's
                    # folder, a Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 format = "gguf"    # gguf; hf: a Hugging Face folder; peft: the adapters of a LoRA alone, as PEFT's
-                   # folder; llama2.c's v0: legacy float32, v1: float32, v2: int8 in groups
-dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0;
-                   # in hf: f32, f16 or bf16
+                   # folder; html: a page that runs the model; llama2.c's v0: legacy float32, v1:
+                   # float32, v2: int8 in groups
+dtype = "f32"      # of the matrices in gguf and html: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or
+                   # q4_0; in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
 tokenizer = ""     # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or
                    # tokenizer.bin
@@ -319,6 +322,24 @@ def write_gguf(path, state, args, dtype, header):
             digest.update(padding)
         f.seek(header.index(b"0" * 64))
         f.write(digest.hexdigest().encode())
+
+
+def write_html(path, state, args, vocabulary, dtype, name, extra):
+    """Write a page that runs the model in a browser: one file, with the model as GGUF inside."""
+    module = web_page.program()
+    layout, _ = gguf_layout(args, dtype)
+    size = sum(math.prod(shape) // TYPES[kind].block * TYPES[kind].size
+               for _, _, shape, kind in layout)
+    if size > web_page.MAX_BYTES:
+        fail(f"the weights have {size / 1e6:.0f} MB as {dtype}, expected at most "
+             f"{web_page.MAX_BYTES / 1e6:.0f} MB in a page; try --dtype=q8_0 or q4_k_m")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        write_gguf(file, state, args, dtype, gguf_header(args, vocabulary, dtype, name, extra))
+        model = file.read_bytes()
+    facts = f"{size / 1e6:.3g} MB of weights as {dtype.upper()}, all in this file"
+    with replacing(path) as f:
+        f.write(web_page.page(name, facts, module, model))
 
 
 def exported_step(path):
@@ -621,7 +642,7 @@ def write_peft(path, adapters, args, vocabulary, extra):
 # The values of --dtype that each format accepts. v2 is always int8: it accepts only --dtype's
 # default, f32, which has no effect on it.
 FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
-           "v2": ("f32",), "peft": ("f32",)}
+           "v2": ("f32",), "peft": ("f32",), "html": tuple(FILE_TYPES)}
 
 
 def differences(vocabulary, format):
@@ -638,7 +659,7 @@ def differences(vocabulary, format):
                    else "model files can't store that rule")
         yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: unusual "
                "characters of a prompt may be encoded differently")
-    if vocabulary.kind == "bpe":
+    if vocabulary.kind == "bpe" or format == "html":  # a page encodes as ./run does
         return
     if format == "gguf" and gguf_tokenizer_model(vocabulary) == NO_BYTES:
         yield ("the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this "
@@ -674,7 +695,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         fail(f"--format={format}: expected {' or '.join(FORMATS)}")
     if dtype not in FORMATS[format]:
         fail(f"--dtype={dtype}: expected {' or '.join(FORMATS[format])} with --format={format}")
-    if not vocabulary and format in ("gguf", "hf"):
+    if not vocabulary and format in ("gguf", "hf", "html"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, "
              "or llama2.c's .bin)")
     refuse_other_tensors(model_state, args)
@@ -690,6 +711,8 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         write_gguf(path, model_state, args, dtype, header)
     elif format == "hf":
         write_hf(path, model_state, args, vocabulary, dtype, extra)
+    elif format == "html":
+        write_html(path, model_state, args, vocabulary, dtype, name, extra)
     else:
         refuse_beyond_llama2c(args)
         version = int(format[1])
@@ -729,6 +752,8 @@ def refuse_foreign(target, format, args, vocabulary):
     # {file that the export writes: function that returns whether it is an earlier export}
     if format == "gguf":
         checks = {target: is_gguf_of_ours}
+    elif format == "html":
+        checks = {target: web_page.is_page_of_ours}
     elif format in ("hf", "peft"):
         names = HF_FILES if format == "hf" else PEFT_FILES
         checks = {target / name: lambda path: is_folder_of_ours(target) for name in names}
@@ -747,7 +772,8 @@ def main():
     """Export the model that --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
     source = Path(origin)
-    name = {"gguf": "model.gguf", "hf": "hf", "peft": "peft"}.get(format, "model.bin")
+    names = {"gguf": "model.gguf", "hf": "hf", "peft": "peft", "html": "model.html"}
+    name = names.get(format, "model.bin")
     target = Path(path or source / name)
     if not path and not source.is_dir():  # beside stories15M.bin: stories15M.gguf, or the folder hf
         target = source.with_name(name.replace("model", source.stem))
