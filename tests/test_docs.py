@@ -37,6 +37,7 @@ NOT_RUN = {  # commands of which this is true are only read
     r"--conversations=questions": "asks 500 questions, to which a model of two steps gives the longest answers",
     r"--lr_find": "trains 500 steps; tests/test_modes.py has fewer",
     r"^bench/(?!curves)": "measures for minutes, partly other programs",
+    r"--format=html": "needs the module that `make wasm` compiles for a minute; tests/test_browser.py exports pages",
     r"^experiment\.py": "trains six times for a minute; tests/test_experiment.py tries changes",
     r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
 }
