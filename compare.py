@@ -359,8 +359,10 @@ def arranged(groups, metric="", sort=""):
 # ---- the table -----------------------------------------------------------------------------------
 
 def text(value):
-    """Return a value as a cell of the table shows it."""
+    """Return a value as a cell of the table shows it; of a large fraction 4 digits."""
     if isinstance(value, float):
+        if 1e3 <= abs(value) < 1e15:
+            return f"{value if value.is_integer() else float(f'{value:.4g}'):,.0f}"
         return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{40,}", value):  # a commit or checksum
         return value[:10]

@@ -213,7 +213,7 @@ def test_ticks_are_round_and_within():
 
 
 def test_values_as_the_table_shows_and_sorts_them():
-    for value, shown in ((0.00099, "0.00099"), (0.001, "0.0010"), (99.99, "99.9900"), (100.0, "100"), (12345.6, "1.235e+04"),
+    for value, shown in ((0.00099, "0.00099"), (0.001, "0.0010"), (99.99, "99.9900"), (100.0, "100"), (12345.6, "12,350"), (2764800.0, "2,764,800"),
                          (-0.5, "-0.5000"), (1234567, "1,234,567"), (True, "True"), (None, ""), ("a" * 40, "a" * 10),
                          ("a" * 39, "a" * 39)):
         assert program.text(value) == shown
