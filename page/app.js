@@ -5,11 +5,6 @@ import { t, language } from "./words.js"
 // The views: titles of those with a tab, and their files.
 const tabs = { runs: "Runs", start: "Start", inside: "Look inside", talk: "Talk" }
 const modules = { runs: "compare", run: "follow", start: "start", inside: "inside", talk: "talk" }
-// Colours of runs and groups, in turn. Most are from the palette of Okabe and Ito, made for the
-// colour-blind.
-export const colors =
-  ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f5fc7", "#8a8a8a"]
-
 // ---- requests
 
 /** Return the server's JSON answer. If it is an error, show its message and throw it. */
@@ -86,7 +81,40 @@ export function format(value) {
   if (typeof value !== "number") return String(value ?? "")
   if (Number.isInteger(value)) return value.toLocaleString("en")
   const size = Math.abs(value)
-  return size >= 1e-3 && size < 100 ? value.toFixed(4) : value.toPrecision(4)
+  if (size >= 1e-3 && size < 100) return value.toFixed(4)
+  const rounded = Number(value.toPrecision(4))
+  return size >= 1e3 && size < 1e15 ? rounded.toLocaleString("en") : String(rounded)
+}
+
+/** Format a duration in s, min or h. */
+function duration(seconds) {
+  if (seconds > 5400) return `${(seconds / 3600).toFixed(1)} h`
+  return seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
+}
+
+/** Tell how long the training of a run still takes. */
+export const timeLeft = run => t("{time} left").replace("{time}", duration(run.time_left.left))
+
+// {ended_by of a run's result.json: why it ended, in words}
+const ENDS = {
+  max_iters: "finished: all steps done", minutes: "finished: time budget used up",
+  early_stop: "finished: the validation loss no longer fell",
+  max_minutes: "stopped: time limit reached", signal: "stopped by Stop or Ctrl-C",
+}
+
+/**
+ * Tell the state of a run: [text, CSS class]. run: an entry of api/runs; job: the latest one that
+ * trains it, if any.
+ */
+export function status(run, job) {
+  if (run.training) {
+    const left = run.time_left ? `, ${timeLeft(run)}` : ""
+    return [`● ${t("training")}${left}`, "good"]
+  }
+  if (job?.state === "failed") return [`${t("failed")}: ${job.error ?? ""}`, "bad"]
+  if (ENDS[run.ended_by]) return [t(ENDS[run.ended_by]), "soft"]
+  if (run.foreign) return ["", "soft"]
+  return [t(run.results.iter >= run.max_iters ? "finished" : "not training"), "soft"]
 }
 
 /** Make a text with a button that copies it. */
@@ -188,8 +216,10 @@ document.getElementById("theme").onclick = () => {
   const isDark = getComputedStyle(root).colorScheme.startsWith("dark")
   root.dataset.theme = isDark ? "light" : "dark"
   localStorage.setItem("theme", root.dataset.theme)
-  show()
+  document.dispatchEvent(new Event("theme"))
 }
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  document.dispatchEvent(new Event("theme")))
 window.addEventListener("hashchange", show)
 window.addEventListener("pagehide", () => source?.close())
 show().then(connect)  // the requests of the first view come before live events

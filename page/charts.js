@@ -69,10 +69,54 @@ export function smooth(ys, decay) {
   })
 }
 
+// ---- styles
+
+const COLORS = 7, DASHES = ["", "7 3", "2 2"]
+/** Return the { color, dash } of the n-th curve: distinct for 21, in light and in dark. */
+export const curveStyle = n => ({
+  color: `var(--curve${n % COLORS})`, dash: DASHES[Math.floor(n / COLORS) % DASHES.length] })
+
+const rootStyle = () => getComputedStyle(document.documentElement)
+/** Return the value of a colour now, in this theme, if it is a variable of the style sheet. */
+const resolved = color => color.startsWith("var(")
+  ? rootStyle().getPropertyValue(color.slice(4, -1)).trim() : color
+
+// ---- ticks
+
+const isInside = (value, low, high) => value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9)
+
+/** Return about five round numbers from low to high. */
+function evenTicks(low, high) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / 4))
+  const step = power * [1, 2, 5, 10].find(k => (high - low) / (k * power) <= 6)
+  const found = []
+  for (let n = Math.ceil(low / step); n * step <= high; n++) found.push(n * step)
+  return found
+}
+
+/** Return 4 to 10 round numbers from low to high for a logarithmic axis. */
+export function logTicks(low, high) {
+  const first = Math.floor(Math.log10(low)), powers = Math.ceil(Math.log10(high)) - first + 1
+  if (!(low > 0 && high > low && powers < 700)) return []
+  for (const digits of [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7]]) {
+    let found = []
+    for (let k = first; k < first + powers; k++) found.push(...digits.map(d => d * 10 ** k))
+    found = found.filter(value => isInside(value, low, high))
+    const every = Math.ceil(found.length / 10)  // more than 10 powers of ten
+    if (found.length >= 4) return found.filter((_, n) => n % every === 0)
+  }
+  return evenTicks(low, high)
+}
+
 // ---- charts
 
 const charts = new Set()  // all charts in the page: a zoom of one zooms all
 let resetting = false  // ignore the range events that Bokeh sends on a reset
+const MAX_LEGEND = 24  // curves in a legend
+
+document.addEventListener("theme", () => {
+  for (const chart of charts) chart.repaint()
+})
 
 /** Show the whole range in all charts. */
 function resetZoom() {
@@ -88,21 +132,24 @@ const columns = names =>
   Object.fromEntries(Object.entries(names).map(([name, field]) => [name, { field }]))
 
 /**
- * A chart in a card, drawn from lines { name, color, x, y, width, alpha } and
- * bands { color, x, low, high }. csv: address of the numbers; remove(): called by its button;
- * axis: a key of axes; onzoom(range), set by the owner: loads the points of a range.
+ * A chart in a card, drawn from lines { name, color, dash, x, y, width, alpha },
+ * bands { color, x, low, high } and marks { y, text }: dashed horizontal lines, which don't widen
+ * the range. Lines with an alpha are not in the legend. csv: address of the numbers; remove():
+ * called by its button; axis: a key of axes; onzoom(range), set by the owner: loads the points of a
+ * range.
  */
 export class Chart {
   constructor(title, { csv, remove, axis }) {
     const place = h("div", { class: "chart", role: "img", "aria-label": title })
-    Object.assign(this, { title, axis, place })
+    const legend = h("div", { class: "legend" })
+    Object.assign(this, { title, axis, place, legend })
     const plain = (text, onclick, label) =>
       button(text, onclick, { class: "plain", "aria-label": label })
     this.element = h("section", { class: "card" },
       row(h("h2", { class: "grow" }, title),
         plain("PNG", () => this.png()), h("a", { href: csv, download: "curves.csv" }, "CSV"),
         plain(t("Reset zoom"), resetZoom), plain("×", remove, `${t("Remove")} ${title}`)),
-      place)
+      place, legend)
     charts.add(this)
   }
 
@@ -119,87 +166,145 @@ export class Chart {
     this.plot = null
   }
 
+  /** Draw again in the colours of the present theme, and keep the zoom. */
+  repaint() {
+    if (!this.drawn || !bokeh) return  // the style sheet colours an SVG
+    if (this.plot) this.paint()
+    this.draw(...this.drawn)
+  }
+
   /** Draw the curves. Only a changed scale of an axis needs a new plot. */
-  async draw(lines, bands, { logx, logy }) {
-    if (!bokeh) return this.drawPlain(lines, logx, logy)
+  async draw(lines, bands, marks, options) {
+    this.drawn = [lines, bands, marks, options]
+    const isPositive = key => lines.every(line => line[key].every(value => value > 0))
+    const logx = options.logx, logy = options.logy && isPositive("y")
+    this.named = lines.filter(line => line.alpha === undefined)
+    this.drawLegend()
+    if (!bokeh) return this.drawPlain(lines, marks, logx, logy)
     // Copy the arrays: Bokeh treats the same array, grown by some points, as unchanged.
     const lineData = {
       xs: lines.map(line => [...line.x]), ys: lines.map(line => [...line.y]),
-      color: lines.map(line => line.color), name: lines.map(line => line.name),
-      alpha: lines.map(line => line.alpha ?? 1), width: lines.map(line => line.width ?? 1.6),
+      color: lines.map(line => resolved(line.color)), name: lines.map(line => line.name),
+      dash: lines.map(line => line.dash || "solid"),
+      alpha: lines.map(line => line.alpha ?? 1), width: lines.map(line => line.width ?? 1.8),
     }
     const bandData = {  // each band is a polygon: its top from left to right, its bottom back
       xs: bands.map(band => [...band.x, ...band.x.toReversed()]),
       ys: bands.map(band => [...band.high, ...band.low.toReversed()]),
-      color: bands.map(band => band.color),
+      color: bands.map(band => resolved(band.color)),
     }
+    const markData = { y: marks.map(mark => mark.y), text: marks.map(mark => mark.text) }
     if (this.plot && this.scales === `${logx} ${logy}`) {
       this.lineSource.data = lineData
       this.bandSource.data = bandData
+      this.markSource.data = markData
     } else if (!this.busy) {  // while a plot is being built, further draws are dropped
       this.busy = true
       try {
-        await this.build(lineData, bandData, logx, logy)
+        await this.build(lineData, bandData, markData, logx, logy)
       } finally {
         this.busy = false
       }
     }
   }
 
+  /** List the names of several curves below the chart. */
+  drawLegend() {
+    const key = ({ color, dash }) => h("svg", { viewBox: "0 0 26 8", "aria-hidden": "true" },
+      h("path", { d: "M0 4H26", stroke: color, "stroke-width": 2.5, "stroke-dasharray": dash }))
+    const shown = this.named.length > 1 ? this.named.slice(0, MAX_LEGEND) : []
+    const text = shown.map(({ name, color, dash }) => `${name} ${color} ${dash}`).join("\n")
+    if (text === this.legendText) return  // keep what may be selected or scrolled
+    this.legendText = text
+    const more = this.named.length - shown.length
+    this.legend.replaceChildren(
+      ...shown.map(line => h("span", {}, key(line), line.name)),
+      shown.length && more ? `+ ${more}` : "")
+  }
+
   /** Make the plot and show it in the page. */
-  async build(lineData, bandData, logx, logy) {
+  async build(lineData, bandData, markData, logx, logy) {
     this.clear()
     this.lineSource = make("ColumnDataSource", { data: lineData })
     this.bandSource = make("ColumnDataSource", { data: bandData })
+    this.markSource = make("ColumnDataSource", { data: markData })
     const lineColumns = columns({
-      xs: "xs", ys: "ys", line_color: "color", line_alpha: "alpha", line_width: "width" })
+      xs: "xs", ys: "ys", line_color: "color", line_alpha: "alpha", line_width: "width",
+      line_dash: "dash" })
     const bandColumns = columns({ xs: "xs", ys: "ys", fill_color: "color" })
     const lines = make("GlyphRenderer", {
       data_source: this.lineSource, glyph: make("MultiLine", lineColumns) })
     const bands = make("GlyphRenderer", {
       data_source: this.bandSource,
       glyph: make("Patches", { ...bandColumns, fill_alpha: 0.18, line_color: null }) })
-    const plot = this.frame(logx, logy)
+    this.rule = make("HSpan", { y: { field: "y" }, line_dash: [5, 4], line_width: 1 })
+    const rules = make("GlyphRenderer", { data_source: this.markSource, glyph: this.rule })
+    this.labels = make("LabelSet", {
+      source: this.markSource, x: { value: 6 }, x_units: "screen", y: { field: "y" }, y_offset: -2,
+      text: { field: "text" }, text_font_size: "11px", text_baseline: "top" })
+    const plot = this.frame(logx, logy, [lines, bands])
     plot.add_renderers(bands)
+    plot.add_renderers(rules)
     plot.add_renderers(lines)
+    plot.add_layout(this.labels)
     const zoom = make("BoxZoomTool", { dimensions: "width" })
     const x = [t(axes[this.axis]), "$data_x{0[.]00a}"]
-    const tooltips = [["", "@name"], x, ["", "$data_y{0.0000}"]]
+    const tooltips = [["", "@name"], x, ["", "$data_y{0,0.0000}"]]
     const hover = make("HoverTool", { renderers: [lines], line_policy: "nearest", tooltips })
     plot.toolbar.tools = [zoom, hover]
     plot.toolbar.active_drag = zoom
+    this.plot = plot
+    this.paint()
     const page = new (bokeh.require("document").Document)()
     page.add_root(plot)
     this.manager = await bokeh.embed.add_document_standalone(page, this.place, [this.place])
-    Object.assign(this, { plot, scales: `${logx} ${logy}` })
+    this.scales = `${logx} ${logy}`
     plot.on_event("rangesupdate", () => this.zoom(plot.x_range.start, plot.x_range.end))
   }
 
-  /** Return an empty plot with axes and grids in the page's colours. */
-  frame(logx, logy) {
-    const style = getComputedStyle(document.documentElement)
-    const color = name => style.getPropertyValue(name).trim()
-    const [card, soft, line] = [color("--card"), color("--soft"), color("--line")]
+  /** Return an empty plot with axes and grids. renderers: those whose data its ranges show. */
+  frame(logx, logy, renderers) {
     const plot = make("Plot", {
-      x_range: make("DataRange1d", { range_padding: 0.01 }), y_range: make("DataRange1d"),
+      x_range: make("DataRange1d", { range_padding: 0.01, renderers }),
+      y_range: make("DataRange1d", { renderers }),
       x_scale: make(logx ? "LogScale" : "LinearScale"),
       y_scale: make(logy ? "LogScale" : "LinearScale"),
       sizing_mode: "stretch_both", toolbar_location: null, min_border: 4,
-      background_fill_color: card, border_fill_color: card, outline_line_color: null })
-    const addAxis = (side, isLog, attributes) => {
+      outline_line_color: null })
+    this.axes = []
+    const addAxis = (side, isLog, range, attributes) => {
       const axis = make(isLog ? "LogAxis" : "LinearAxis", {
-        axis_label_text_color: soft, axis_label_text_font_style: "normal",
-        major_label_text_color: soft, axis_line_color: line, major_tick_line_color: line,
-        minor_tick_line_color: null, ...attributes })
+        axis_label_text_font_style: "normal", minor_tick_line_color: null, ...attributes })
       const dimension = side === "below" ? 0 : 1
+      if (isLog) {
+        axis.ticker = make("FixedTicker")
+        range.change.connect(() => { axis.ticker.ticks = logTicks(range.start, range.end) })
+      }
+      const grid = make("Grid", { axis, dimension })
       plot.add_layout(axis, side)
-      plot.add_layout(make("Grid", { axis, dimension, grid_line_color: color("--grid") }))
+      plot.add_layout(grid)
+      this.axes.push([axis, grid])
     }
-    const short = { formatter: make("NumeralTickFormatter", { format: "0[.]0a" }) }
-    const plain = make("BasicTickFormatter", { use_scientific: false, precision: "auto" })
-    addAxis("below", logx, { axis_label: t(axes[this.axis]), ...(logx ? {} : short) })
-    addAxis("left", logy, { formatter: plain })
+    const formatter = format => make("NumeralTickFormatter", { format })
+    addAxis("below", logx, plot.x_range, {
+      axis_label: t(axes[this.axis]), formatter: formatter("0[.]0a") })
+    addAxis("left", logy, plot.y_range, { formatter: formatter("0,0.[00000000]") })
     return plot
+  }
+
+  /** Set the colours of the plot to those of the page. */
+  paint() {
+    const [card, soft, line, grid] =
+      ["card", "soft", "line", "grid"].map(name => resolved(`var(--${name})`))
+    this.plot.setv({ background_fill_color: card, border_fill_color: card })
+    this.rule.setv({ line_color: { value: soft } })
+    this.labels.setv({ text_color: { value: soft } })
+    for (const [axis, lines] of this.axes) {
+      axis.setv({
+        axis_label_text_color: soft, major_label_text_color: soft, axis_line_color: line,
+        major_tick_line_color: line })
+      lines.setv({ grid_line_color: grid })
+    }
   }
 
   /** Return Bokeh's view of the plot. Without `roots`, older managers are themselves iterable. */
@@ -224,13 +329,39 @@ export class Chart {
     this.onzoom?.({})
   }
 
+  /** Save the chart as a PNG file, with its title above and its legend below. */
   png() {
-    const name = `${this.title.replaceAll("/", "-")}.png`
-    this.view?.export("png").canvas.toBlob(blob => download(blob, name))
+    if (!this.view) return
+    const chart = this.view.export("png").canvas, line = 20
+    const ratio = chart.width / this.place.clientWidth  // pixels of the canvas per CSS pixel
+    const legend = this.named.length > 1 ? this.named.slice(0, MAX_LEGEND) : []
+    const canvas = h("canvas", {
+      width: chart.width, height: chart.height + ratio * line * (legend.length + 2) })
+    const context = canvas.getContext("2d")
+    context.fillStyle = resolved("var(--card)")
+    context.fillRect(0, 0, canvas.width, canvas.height)
+    context.drawImage(chart, 0, ratio * line)
+    context.scale(ratio, ratio)
+    context.fillStyle = resolved("var(--ink)")
+    context.font = "bold 13px sans-serif"
+    context.fillText(this.title, 10, 15)
+    context.font = "12px sans-serif"
+    context.lineWidth = 2.5
+    legend.forEach(({ name, color, dash }, n) => {
+      const y = chart.height / ratio + line * (n + 2)
+      context.strokeStyle = resolved(color)
+      context.setLineDash(dash ? dash.split(" ").map(Number) : [])
+      context.beginPath()
+      context.moveTo(10, y - 4)
+      context.lineTo(40, y - 4)
+      context.stroke()
+      context.fillText(name, 48, y)
+    })
+    canvas.toBlob(blob => download(blob, `${this.title.replaceAll("/", "-")}.png`))
   }
 
   /** Draw without Bokeh, in an SVG of 600 x 300: the lines, and min and max of both axes. */
-  drawPlain(lines, logx, logy) {
+  drawPlain(lines, marks, logx, logy) {
     const [fx, fy] = [logx, logy].map(isLog => isLog ? Math.log10 : Number)
     const point = (x, y) => ({ x, y, scaledX: fx(x), scaledY: fy(y) })
     const points = lines.map(({ x, y }) =>
@@ -244,11 +375,18 @@ export class Chart {
     const pixelY = p => 10 + 260 * (high.scaledY - p.scaledY) / (high.scaledY - low.scaledY || 1)
     const line = (part, n) => h("polyline", {
       fill: "none", stroke: lines[n].color, "stroke-opacity": lines[n].alpha ?? 1,
+      "stroke-dasharray": lines[n].dash,
       points: part.map(p => `${pixelX(p).toFixed(1)},${pixelY(p).toFixed(1)}`).join(" ") })
     const labels = [[2, 18, high.y], [2, 268, low.y], [50, 290, left.x], [540, 290, right.x]]
     const label = ([x, y, value]) => h("text", { x, y }, format(value))
+    const rule = mark => {
+      const y = pixelY(point(1, mark.y))
+      return y > 10 && y < 270 && [
+        h("path", { d: `M50 ${y}H590`, stroke: "var(--soft)", "stroke-dasharray": "5 4" }),
+        h("text", { x: 56, y: y - 3 }, mark.text)]
+    }
     this.place.replaceChildren(h("svg", { viewBox: "0 0 600 300", preserveAspectRatio: "none" },
-      points.map(line), labels.map(label)))
+      marks.map(rule), points.map(line), labels.map(label)))
     notify(t("Plain lines; for charts with zoom: pip install bokeh"))
   }
 }

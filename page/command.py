@@ -4,6 +4,8 @@ Turn the page's forms into commands of train.py and sweep.py, which run without 
 A form can set knobs of train.py and nothing else, but any value is allowed, such as any path:
 whoever knows the token may read what the user may read.
 """
+import ast
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +18,14 @@ from engine.files import write_atomic
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
+# {knob: (file of the trainer, variable in it)} of the names that a knob may have as its value.
+# Importing these files would take seconds and import PyTorch.
+NAMES = {"optimizer": ("optim.py", "OPTIMIZERS"),
+         "schedule": ("engine/training/validate.py", "CHOICES"),
+         "dtype": ("engine/training/hardware.py", "DTYPES"),
+         "init_from": ("engine/training/resume.py", "STARTS"),
+         "vocab_source": ("engine/text/vocabulary.py", "MADE")}
+OPEN = ("init_from", "vocab_source")  # knobs that may also be a path
 
 
 class Command(NamedTuple):
@@ -51,6 +61,43 @@ def typed(knobs, source="--{}"):
         if "\0" in str(found[name]):
             refuse(f"{origin} holds a zero byte")
     return found
+
+
+@functools.cache
+def choices():
+    """Return {knob: the names that its value may be}, read from the sources of the trainer."""
+    return {knob: names_in(HOME / path, variable, knob) for knob, (path, variable) in NAMES.items()}
+
+
+def names_in(path, variable, knob):
+    """
+    Return the strings that a variable of a source file holds: a tuple, the keys of a dict, or if
+    that has the knob, its tuple there.
+    """
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == variable:
+            value = node.value
+            if isinstance(value, ast.Dict):
+                keys = [ast.literal_eval(key) for key in value.keys]
+                if knob not in keys:
+                    return keys
+                value = value.values[keys.index(knob)]
+            return list(ast.literal_eval(value))
+    return []
+
+
+def data_names():
+    """Return the names of data sources that are not paths."""
+    from engine.text.sources import source_names  # here: it imports sentencepiece
+    return source_names()
+
+
+def refuse_missing(data):
+    """Raise ValueError for data that is neither the name of a source nor a path that exists."""
+    names, is_path = data_names(), os.path.exists(os.path.expanduser(data))
+    if data.partition(":")[0] not in names and not is_path:
+        refuse(f"--data={data}: no such file; expected {', '.join(names)}, a text file, or a "
+               "folder of text files")
 
 
 def presets():

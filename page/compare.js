@@ -1,10 +1,10 @@
 // The view "Runs": charts of all runs, a table of their settings and results, parallel coordinates.
 // The view of one run, follow.js, uses the charts, too.
 import {
-  colors, debounce, downloadFrom, format, get, link, listen, notify, post, state, throttle,
+  debounce, downloadFrom, format, get, link, listen, notify, post, state, status, throttle,
 } from "./app.js"
-import { Chart, Curves, axes, smooth } from "./charts.js"
-import { button, card, h, row, select, table } from "./dom.js"
+import { Chart, Curves, axes, curveStyle, smooth } from "./charts.js"
+import { button, card, h, row, select, soft, table } from "./dom.js"
 import { t } from "./words.js"
 
 /** Return the user's choices for the charts. They are in the address, so that links keep them. */
@@ -31,14 +31,47 @@ export function controls(change) {
     box("logx", "Log x"), box("logy", "Log y"), h("label", {}, t("Smoothing"), slider))
 }
 
+// Names of the yardsticks of engine/text/yardsticks.py.
+const YARDSTICKS = { chance: "chance", unigram: "token frequencies", gzip: "gzip", xz: "xz",
+  floor: "no model can beat" }
+
 /**
- * A grid of charts. run: the only run to draw, or "" for all; styleOf(name): { color, hidden,
- * group } of a run; defaultMetrics: the metrics shown unless the address names others.
+ * Return the yardsticks of a metric as marks of a Chart, where they are the same for all runs. They
+ * are in bits per byte; a run's losses in both units tell how many nats per token that is.
+ */
+export function yardsticks(metric, runs) {
+  const factor = ({ results }) => {
+    if (metric === "bpb/val") return 1
+    const isLoss = ["loss/val", "loss/train"].includes(metric)
+    return isLoss ? results["last loss/val"] / results["last bpb/val"] : NaN
+  }
+  const found = []
+  for (const [name, words] of Object.entries(YARDSTICKS)) {
+    const have = runs.filter(run => `yardstick/${name}` in run.results)
+    const values = have.map(run => run.results[`yardstick/${name}`] * factor(run))
+    const y = Math.max(...values)
+    if (y > 0 && y < 1.02 * Math.min(...values)) found.push({ y, text: t(words) })
+  }
+  // Lines closer than 4 % get one label.
+  const merged = []
+  for (const { y, text } of found.sort((a, b) => b.y - a.y)) {
+    const last = merged.at(-1)
+    const label = `${text} ${y.toPrecision(3)}`
+    if (last && last.y < 1.04 * y) last.text += `, ${label}`
+    else merged.push({ y, text: label })
+  }
+  return merged
+}
+
+/**
+ * A grid of charts. run: the only run to draw, or "" for all; styleOf(name): { color, dash, hidden,
+ * group } of a run; marksOf(metric): marks of its Chart; defaultMetrics: the metrics shown unless
+ * the address names others.
  */
 export class Charts {
-  constructor({ run = "", styleOf, defaultMetrics }) {
+  constructor({ run = "", styleOf, marksOf, defaultMetrics }) {
     const place = h("div", { class: "grid" })
-    Object.assign(this, { place, run, styleOf, defaultMetrics, charts: [] })
+    Object.assign(this, { place, run, styleOf, marksOf, defaultMetrics, charts: [] })
     this.draw = throttle(() => this.drawAll("redrawn"), 120)
   }
 
@@ -86,24 +119,24 @@ export class Charts {
   }
 
   /**
-   * Return the smoothed [lines, bands] of the shown runs: a line for each run, over its faint raw
-   * curve; if runs are grouped, the mean of each group and its band from min to max.
+   * Return the smoothed [lines, bands, marks] of the shown runs: a line for each run, over its
+   * faint raw curve; if runs are grouped, the mean of each group and its band from min to max.
    */
   async lines(curves) {
     const { decay } = choices(), raw = [], lines = [], groups = {}
     for (const [name, { x, y }] of curves.lines) {
-      const { color, hidden, group } = this.styleOf(name)
+      const { color, dash, hidden, group } = this.styleOf(name)
       if (hidden || !x.length) continue
       if (group !== undefined) {
-        groups[group] ??= { title: group, color, runs: [] }
+        groups[group] ??= { title: group, color, dash, runs: [] }
         groups[group].runs.push(name)
         continue
       }
-      if (decay) raw.push({ name, color, x, y, alpha: 0.22, width: 1 })
-      lines.push({ name, color, x, y: smooth(y, decay) })
+      if (decay) raw.push({ name, color, dash, x, y, alpha: 0.22, width: 1 })
+      lines.push({ name, color, dash, x, y: smooth(y, decay) })
     }
     const bands = await this.bands(Object.values(groups), curves, decay)
-    return [[...raw, ...lines, ...bands], bands]
+    return [[...raw, ...lines, ...bands], bands, this.marksOf(curves.metric)]
   }
 
   /** Return the mean and the band of each group, computed by the server. */
@@ -111,8 +144,8 @@ export class Charts {
     if (!groups.length) return []
     const query = { metric, x: axis, ...range, groups: groups.map(group => group.runs) }
     return (await post("api/bands", query)).map(([x, mean, low, high], n) => {
-      const { title, color, runs } = groups[n]
-      return { name: `${title} (${runs.length})`, color, width: 2, x, y: smooth(mean, decay),
+      const { title, color, dash, runs } = groups[n]
+      return { name: `${title} (${runs.length})`, color, dash, width: 2, x, y: smooth(mean, decay),
         low: smooth(low, decay), high: smooth(high, decay) }
     })
   }
@@ -131,7 +164,8 @@ export class Charts {
   /** Make the drop-down that adds a chart. names: of metrics. */
   adder(names) {
     const add = name => name && this.show([...this.metrics, name])
-    return select(t("Add a chart"), [["", "…"], ...names], "", add)
+    const drawn = names.filter(name => !name.startsWith("yardstick/"))
+    return select(t("Add a chart"), [["", "…"], ...drawn], "", add)
   }
 }
 
@@ -142,26 +176,38 @@ function markTime(name) {
 }
 
 /** Compare two values for sort(): numbers come first, then texts, then missing values. */
-function compareValues(a, b) {
+function compareValues(a, b, descending) {
   const rank = value => {
-    if (value === undefined || value === null) return 2
+    if (value === undefined || value === null || value === "") return 2
     return typeof value === "number" ? 0 : 1
   }
   if (rank(a) !== rank(b)) return rank(a) - rank(b)
-  return a < b ? -1 : a > b ? 1 : 0
+  const order = a < b ? -1 : a > b ? 1 : 0
+  return descending ? -order : order
 }
+
+/** Tell whether the window is wider than a telephone, where the controls of charts are folded. */
+export const isWide = () => innerWidth > 800
 
 export async function show(main) {
   let found       // the answer of api/runs
   let order = []  // its runs that match the filter, sorted
   let reads = 0   // reloads while the server was still reading logs
   const hidden = new Set(state.getJson("hide", [])), styles = new Map()
+  let jobs = []   // the queue, the newest job first
   const styleOf = name => styles.get(name) || { color: "#888", hidden: true }
-  const charts = new Charts({ styleOf, defaultMetrics: ["loss/val", "loss/train"] })
-  const body = card(), parallel = h("div"), tools = h("div", { class: "card" })
-  const values = run => ({ ...run.results, ...run.settings, run: run.name, tags: run.tags })
-  const sorting = () => ({
-    column: state.get("sort", "best loss/val"), descending: state.get("down") === "1" })
+  const isShown = run => !styleOf(run.name).hidden
+  const marksOf = metric => yardsticks(metric, found.runs.filter(isShown))
+  const charts = new Charts({ styleOf, marksOf, defaultMetrics: ["loss/val", "loss/train"] })
+  const body = card(), parallel = h("div"), note = h("div")
+  const tools = h("details", { class: "card tools" })
+  const statusOf = run => status(run, jobs.find(job => job.out_dir === run.name))
+  const values = run => ({ ...run.settings, ...run.results, run: run.name, tags: run.tags,
+    status: statusOf(run)[0] })
+  /** Return what the table is sorted by: the user's choice, or the metric from good to bad. */
+  const sorting = () => state.get("sort")
+    ? { column: state.get("sort"), descending: state.get("down") === "1" }
+    : { column: found.sort, descending: found.descending }
 
   /** Return the filter as a regular expression that matches all if the user's is malformed. */
   function filter() {
@@ -173,21 +219,37 @@ export async function show(main) {
     }
   }
 
-  /** Sort and filter the runs, and set the style of each: colour, group, whether it is hidden. */
+  /**
+   * Sort and filter the runs, those of other programs last, and set the style of each: colour,
+   * dash, group, whether it is hidden.
+   */
   function arrange() {
     const by = state.get("group"), pattern = filter(), { column, descending } = sorting()
-    const groups = [...new Set(found.runs.map(run => run.settings[by]))]
-    const matches = run => pattern.test(run.name) || pattern.test(run.tags || "")
-    found.runs.forEach((run, n) => {
-      const value = run.settings[by], ownColor = by ? "" : run.color
+    const matching = found.runs.filter(run =>
+      pattern.test(run.name) || pattern.test(run.tags || ""))
+    const groups = [...new Set(matching.map(run => run.settings[by]))]
+    styles.clear()
+    matching.forEach((run, n) => {
+      const value = run.settings[by], own = !by && run.color && { color: run.color, dash: "" }
       styles.set(run.name, {
-        hidden: hidden.has(run.name) || !matches(run),
-        group: by ? `${by}=${value}` : undefined,
-        color: ownColor || colors[(by ? groups.indexOf(value) : n) % colors.length] })
+        hidden: hidden.has(run.name), group: by ? `${by}=${value}` : undefined,
+        ...own || curveStyle(by ? groups.indexOf(value) : n) })
     })
-    const sign = descending ? -1 : 1
-    const compare = (a, b) => sign * compareValues(values(a)[column], values(b)[column])
-    order = found.runs.filter(matches).sort(compare)
+    order = matching.sort((a, b) => a.foreign - b.foreign
+      || compareValues(values(a)[column], values(b)[column], descending))
+  }
+
+  /**
+   * Return the settings in which the shown runs differ. A run of another program need not have the
+   * same settings: it differs only from others that have them.
+   */
+  function differing() {
+    const shown = order.filter(isShown), compared = shown.length ? shown : order
+    const count = (isForeign, name) => {
+      const all = compared.filter(run => run.foreign === isForeign).map(run => run.settings[name])
+      return new Set(isForeign ? all.filter(value => value !== null) : all).size
+    }
+    return found.settings.filter(name => count(false, name) > 1 || count(true, name) > 1)
   }
 
   /** Draw all again after a change of the user's choices. reload: true: load new points. */
@@ -196,6 +258,12 @@ export async function show(main) {
     drawTable()
     if (reload === true) charts.build()
     else charts.draw()
+  }
+
+  /** Tell what to know before comparing. */
+  function drawNote() {
+    const text = t("Vocabularies differ, so losses per token do not compare; bits per byte do")
+    note.replaceChildren(found.vocabularies_differ ? soft(text) : "")
   }
 
   function setHidden(names, isHidden) {
@@ -227,20 +295,29 @@ export async function show(main) {
       onchange: event => setHidden([run.name], !event.target.checked) })
     const name = h("a", { href: link("run", { run: run.name }) }, run.name)
     const first = h("td", {}, h("span", { class: "row" }, box, name,
-      h("span", { class: "good training" }), h("span", { class: "bad odd" })))
+      h("span", { class: "bad odd" })))
     return h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, first,
       columns.map(column => h("td", { "data-column": column })))
   }
 
+  /** Draw the table: state and results before settings, runs of other programs in the end. */
   function drawTable() {
-    const columns = ["tags", ...found.settings, ...found.columns]
+    const settings = differing()
+    const tags = order.some(run => run.tags) ? ["tags"] : []
+    const columns = ["status", ...found.columns, ...settings, ...tags]
     const { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
     const rows = order.map(run => runRow(run, columns))
-    body.replaceChildren(table(t("Runs"), ["run", ...columns].map(headCell), rows, ""))
+    const first = order.findIndex(run => run.foreign)
+    if (first > 0) {
+      const title = h("th", { scope: "rowgroup", colspan: 1 + columns.length },
+        t("Runs of other programs"))
+      rows.splice(first, 0, h("tr", {}, title))
+    }
+    body.replaceChildren(table(t("Runs"), ["run", ...columns].map(headCell), rows, "runs"))
     update()
     Object.assign(body.firstChild, { scrollTop, scrollLeft })
     const shown = order.filter(run => !hidden.has(run.name))
-    parallel.replaceChildren(...coordinates(shown, found.settings, styleOf))
+    parallel.replaceChildren(...coordinates(shown, settings, found.sort, styleOf))
   }
 
   /** Fill the cells in place, so that the table keeps its scroll position and focus. */
@@ -252,7 +329,7 @@ export async function show(main) {
         const text = format(now[cell.dataset.column])
         if (cell.textContent !== text) cell.textContent = text
       }
-      line.querySelector(".training").textContent = run.training ? `● ${t("training")}` : ""
+      line.querySelector("[data-column=status]").className = statusOf(run)[1]
       line.querySelector(".odd").textContent = run.odd || ""
     }
   }
@@ -271,7 +348,8 @@ export async function show(main) {
       downloadFrom("api/save", { runs: shown, group: state.get("group") }, "runs.html")
     }
     const groupings = [["", "–"], ...found.settings]
-    tools.replaceChildren(row(
+    tools.open = isWide()
+    tools.replaceChildren(h("summary", {}, t("Filter and charts")), row(
       h("label", {}, t("Filter"), search),
       select(t("Group by"), groupings, state.get("group"), group => choose({ group })),
       charts.adder(found.metrics), controls(changed),
@@ -282,7 +360,10 @@ export async function show(main) {
 
   async function load() {
     found = await get("api/runs")
+    charts.defaultMetrics = [found.metric, "loss/train"].filter((name, n) =>
+      n === 0 || found.metric !== name)
     arrange()
+    drawNote()
     if (found.more && reads++ < 9) reload()  // the server is still reading logs
   }
 
@@ -294,12 +375,18 @@ export async function show(main) {
       Object.assign(run, event.run)
       updateLater()
     } else if (event.run || event.hello) reload()
+    if (event.jobs) {
+      jobs = event.jobs
+      if (found) updateLater()
+    }
     charts.add(event)
   })
-  main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, body, parallel)
+  main.append(h("h1", { class: "soft" }, t("Runs")), tools, note, charts.place, body, parallel)
+  if (!state.get("charts")) await ready  // it tells the default charts
   await Promise.all([charts.build(ready), ready.then(drawTools)])
   // Let the browser paint the curves before the table is made.
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)))
+  jobs = (await get("api/jobs")).jobs
   drawTable()
   if (!found.runs.length) notify(t("No runs yet: start one"))
   return { end: () => charts.end() }
@@ -307,9 +394,9 @@ export async function show(main) {
 
 /**
  * Return [a card with parallel coordinates], or [] if there is too little to show: an axis for each
- * numeric setting that differs (8 at most) and for the loss, and a line for each run.
+ * numeric setting that differs (8 at most) and for the result, and a line for each run.
  */
-function coordinates(runs, settings, styleOf) {
+function coordinates(runs, settings, result, styleOf) {
   const isNumber = value => typeof value === "number"
   const isNumericAndDiffers = name => {
     const all = runs.map(run => run.settings[name])
@@ -317,9 +404,9 @@ function coordinates(runs, settings, styleOf) {
   }
   const names = settings.filter(isNumericAndDiffers).slice(0, 8)
   if (runs.length < 3 || !names.length) return []
-  const loss = run => run.results["best loss/val"] ?? run.results["last loss/train"]
+  const loss = run => run.results[result]
   const columns = names.map(name => ({ name, value: run => run.settings[name] }))
-  columns.push({ name: "best loss/val", value: loss })
+  columns.push({ name: result, value: loss })
   columns.forEach((column, n) => {
     const all = runs.map(column.value).filter(isNumber)
     const low = Math.min(...all), high = Math.max(...all)
@@ -333,7 +420,8 @@ function coordinates(runs, settings, styleOf) {
     h("text", { x, y: 12, "text-anchor": "middle" }, name),
     h("text", { x: x + 4, y: 34 }, format(high)), h("text", { x: x + 4, y: 212 }, format(low))]
   const line = run => h("polyline", {
-    fill: "none", stroke: styleOf(run.name).color, "stroke-width": 1.5, "stroke-opacity": 0.75,
+    fill: "none", stroke: styleOf(run.name).color, "stroke-width": 1.5,
+    "stroke-dasharray": styleOf(run.name).dash,
     points: columns.map(({ x, y }) => `${x},${y(run)}`).join(" ") }, h("title", {}, run.name))
   const lines = runs.filter(run => isNumber(loss(run))).map(line)
   const picture = h("svg", { viewBox: "0 0 900 240" }, columns.map(axis), lines)

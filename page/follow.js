@@ -1,12 +1,15 @@
 // The view of one run: its growing curves, its output, tables, alerts, files, notes and settings.
-import { copyable, format, get, link, listen, notify, post, state, throttle } from "./app.js"
-import { Charts, controls } from "./compare.js"
+import {
+  copyable, format, get, link, listen, notify, post, state, status, throttle, timeLeft,
+} from "./app.js"
+import { curveStyle } from "./charts.js"
+import { Charts, controls, isWide, yardsticks } from "./compare.js"
 import { button, card, h, row, select, soft, table } from "./dom.js"
 import { t } from "./words.js"
 
-const COLOR = "#0072b2"
-const DEFAULT_METRICS = ["loss/train", "loss/val", "lr", "grad/norm", "perf/tokens_per_sec",
-  "logits/entropy"]
+const COLOR = "#435cd1"
+const DEFAULT_METRICS = ["loss/train", "bpb/val", "loss/val", "lr", "grad/norm",
+  "perf/tokens_per_sec", "logits/entropy"]
 const HEADLINE = ["loss/train", "loss/val", "bpb/val", "perf/tokens_per_sec"]
 const TABLES = {  // {field of a log's row: [title, names of the columns]}
   samples: ["Samples", "prompt", "how", "text"],
@@ -17,26 +20,29 @@ const TABLES = {  // {field of a log's row: [title, names of the columns]}
 export async function show(main) {
   const name = state.get("run"), { knobs } = await get("api/knobs")
   let run = await get("api/run", { run: name }), { jobs } = await get("api/jobs")
-  let first = null  // { iter, now (ms) } of the first step seen here, to estimate the time left
   const isShown = metric => metric in run.results || metric === "loss/train"
   const defaultMetrics = DEFAULT_METRICS.filter(isShown)
-  const charts = new Charts({ run: name, styleOf: () => ({ color: COLOR }), defaultMetrics })
+  const marksOf = metric => yardsticks(metric, [run])
+  const styleOf = () => curveStyle(0)
+  const charts = new Charts({ run: name, styleOf, marksOf, defaultMetrics })
   const top = h("div", { class: "card" }), tables = h("div"), side = h("div")
   const job = () => jobs.find(other => other.out_dir === name)
 
-  /** Estimate the seconds until step maxIters. Return null before a second step is seen. */
-  function secondsLeft(iter, maxIters) {
-    const now = Date.now()
-    if (!first || first.iter > iter) first = { iter, now }
-    if (!run.training || iter === first.iter) return null
-    return (now - first.now) / (iter - first.iter) * (maxIters - iter) / 1000
+  /** Tell when a training ends, by its clock or by its steps. */
+  function leftWords() {
+    if (!run.training || !run.time_left) return ""
+    const { left, clock } = run.time_left
+    const end = new Date(Date.now() + 1000 * left)
+    const hour = end.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })
+    const limit = clock
+      ? `${t("by the clock")}: ${clock} = ${format(run.config[clock])}` : t("at this speed")
+    return ` · ${timeLeft(run)} (${limit}, ${t("until {time}").replace("{time}", hour)})`
   }
 
   function drawTop() {
     const { iter = 0 } = run.results, maxIters = run.max_iters || iter || 1
-    const left = secondsLeft(iter, maxIters)
-    const status = run.training ? `● ${t("training")}`
-      : iter >= maxIters ? t("finished") : t("not training")
+    const [words, kind] = status(run, job())
+    const [sentence, values] = run.normal
     const stop = async () => {
       await post("api/stop", { run: name })
       notify(t("Stopping; it saves a checkpoint first"))
@@ -50,16 +56,17 @@ export async function show(main) {
       .map(metric => ` · ${metric} ${format(run.results[metric])}`)
     top.replaceChildren(
       row(h("h1", { class: "grow" }, name),
-        h("span", { class: run.training ? "good" : "soft" }, status),
+        h("span", { class: kind }, words),
         run.training ? button(t("Stop"), stop) : button(t("Resume"), resume),
         h("a", { href: link("start", settings()) }, t("Duplicate with changes")),
         /^https?:\/\//.test(run.wandb) && h("a", wandbLink, "W&B")),
       h("progress", {
-        max: maxIters, value: Math.min(iter, maxIters), "aria-label": t("Progress") }),
-      soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`,
-        left !== null && ` · ${t("left")} ${duration(left)}`, numbers),
-      run.odd ? h("p", { class: "bad" }, run.odd) : "",
-      job()?.state === "failed" ? h("p", { class: "bad" }, t("failed")) : "")
+        max: 1, value: run.time_left?.share ?? Math.min(1, iter / maxIters),
+        "aria-label": t("Progress") }),
+      soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`, leftWords(), numbers),
+      sentence ? h("p", { id: "normal" }, h("b", {}, `${t("Is my loss normal?")} `),
+        t(sentence).replace(/\{(\w+)\}/g, (_, name) => values[name])) : "",
+      run.odd ? h("p", { class: "bad" }, run.odd) : "")
   }
 
   /** Return the [knob, value] pairs that fill the form with a copy of this run. */
@@ -79,7 +86,8 @@ export async function show(main) {
       drawTables()
     }
     const draw = ([kind, [title, ...heads]]) => {
-      const rows = (line[kind] || []).map(cells => [cells].flat().map(format))
+      const cell = value => h("td", { class: typeof value === "number" && "number" }, format(value))
+      const rows = (line[kind] || []).map(cells => [cells].flat().map(cell))
       return card(t(title), select(t("step"), steps, line.iter, choose),
         table(t(title), heads.map(t), rows))
     }
@@ -89,16 +97,20 @@ export async function show(main) {
 
   /** Draw the column beside the curves. */
   function drawSide() {
-    const alerts = run.alerts.map(([title, text]) => h("li", { class: "bad" }, `${title}: ${text}`))
+    /** Fold the alerts of a kind into one line. */
+    const alerts = run.alerts.map(([title, count, texts]) => h("details", { class: "bad" },
+      h("summary", {}, count > 1 ? `${title} × ${format(count)}` : title),
+      h("ul", {}, texts.map(text => h("li", {}, text)))))
     const checkpoints = run.checkpoints.join(", ") || t("none")
     const settings = Object.entries(run.config).map(([knob, value]) =>
       [knob, typeof value === "object" ? JSON.stringify(value).slice(0, 300) : String(value)])
     side.replaceChildren(
       card(t("Files"), files(), soft(`${t("Checkpoints")}: ${checkpoints}`)),
-      card(t("Alerts"), alerts.length ? h("ul", {}, alerts) : soft(t("none"))),
+      card(t("Alerts"), alerts.length ? alerts : soft(t("none"))),
       job() ? card(t("Console"), output(job().id)) : "",
       run.evaluation.columns ? card(t("Evaluation"), evaluation(run.evaluation)) : "",
-      card(t("Notes"), notes()), card(t("Settings"), table(t("Settings"), [], settings)))
+      card(t("Notes"), notes()),
+      card(t("Settings"), table(t("Settings"), [], settings, "left names")))
   }
 
   /** List the model files, each with the command that runs it. */
@@ -156,7 +168,8 @@ export async function show(main) {
   })
   const metrics = Object.keys(run.results).filter(metric => metric.includes("/") || metric === "lr")
   const redraw = rebuild => rebuild === true ? charts.build() : charts.draw()
-  const tools = h("div", { class: "card" }, row(charts.adder(metrics), controls(redraw)))
+  const tools = h("details", { class: "card tools", open: isWide() },
+    h("summary", {}, t("Charts")), row(charts.adder(metrics), controls(redraw)))
   main.append(h("p", {}, h("a", { href: "#runs" }, `← ${t("All runs")}`)), top,
     h("div", { class: "sides" }, h("div", {}, tools, charts.place, tables), side))
   drawTop()
@@ -168,12 +181,6 @@ export async function show(main) {
 
 /** Quote a text for a shell. */
 const quote = text => `'${text.replaceAll("'", "'\\''")}'`
-
-/** Format a duration in s, min or h. */
-function duration(seconds) {
-  if (seconds > 5400) return `${(seconds / 3600).toFixed(1)} h`
-  return seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
-}
 
 /**
  * Show the results of evaluate.py: accuracy, wrong answers, and the confusion matrix of labelled

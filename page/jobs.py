@@ -21,8 +21,8 @@ from configurator import fail, source_knobs
 from engine.files import write_atomic
 from engine.tracking.follow import shown
 from engine.untrusted import MAX_JSON, read_json, reason
-from page.command import (HOME, TRAIN, check_arguments, from_form, presets, refuse,
-                          train_arguments)
+from page.command import (HOME, OPEN, TRAIN, check_arguments, choices, data_names, from_form,
+                          preset_knobs, presets, refuse, refuse_missing, train_arguments)
 from page.locks import is_locked, lock_holders, trainer_pid
 from page.programs import ClientGone, OneAtATime
 from page.server import json_object
@@ -31,6 +31,7 @@ from page.state import make_state_folder
 MAX_JOBS = 1000        # in jobs.json; beyond it the oldest are dropped, if they have ended
 MAX_SHOWN = 200        # jobs in a response
 MAX_OUTPUT = 20_000    # bytes of a program's output in a response
+MAX_ERROR = 500        # characters of a failed job's last line
 PREVIEW_SECONDS = 120  # time limit of a preview of data and of an estimate
 PROGRAMS = ("train.py", "sweep.py")
 STATES = ("queued", "running", "stopped", "failed", "ended")
@@ -41,7 +42,7 @@ def is_job(found):
     if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
         return False
     texts = [found.get("id"), found.get("folder", ""), found.get("out_dir", ""),
-             found.get("line", ""), *found["arguments"]]
+             found.get("line", ""), found.get("error", ""), *found["arguments"]]
     pid = found.get("pid", 2)  # a job without a process has no pid; 2 passes the check below
     return (all(isinstance(text, str) for text in texts)
             and bool(re.fullmatch("[1-9][0-9]{0,8}", found["id"]))
@@ -151,6 +152,8 @@ class Jobs:
                 continue
             failed = child and child.returncode  # the exit code of an earlier page's job is unknown
             job["state"] = "stopped" if job.get("stopped") else "failed" if failed else "ended"
+            if job["state"] == "failed":
+                job["error"] = last_line(self.output(job))
             self.children.pop(job["id"], None)
             self.unsaved = True
         running = [job for job in running if job["state"] == "running"]
@@ -186,6 +189,8 @@ class Jobs:
             except (OSError, ValueError) as e:
                 job["state"] = "failed"
                 out.write(f"error: cannot be started ({e})\n".encode("utf-8", "backslashreplace"))
+                out.flush()
+                job["error"] = last_line(self.output(job))
 
     def job(self, job_id):
         """Return the job with this id. Raises ValueError."""
@@ -198,26 +203,33 @@ class Jobs:
 
     def list(self, request=None):
         """Return the newest MAX_SHOWN jobs, the newest first."""
-        fields = ("id", "state", "out_dir", "line")
+        fields = ("id", "state", "out_dir", "line", "error")
         with self.lock:
             newest = reversed(self.jobs[-MAX_SHOWN:])
             return {"jobs": [{name: job.get(name) for name in fields} for job in newest]}
 
     def knobs(self, request):
-        """Return what the form needs: the knobs with their help, and the presets."""
-        knobs = {name: {"value": value, "section": section, "help": comment}
+        """Return what the form needs: the knobs with their help and choices, and the presets."""
+        names = choices()
+        knobs = {name: {"value": value, "section": section, "help": comment,
+                        "choices": names.get(name, []), "open": name in OPEN}
                  for name, (value, section, comment) in source_knobs(TRAIN).items()}
         found, errors = presets()
         return {"knobs": knobs, "presets": found, "wrong": errors, "cpus": os.cpu_count(),
-                "root": str(self.runs.root), "at_once": self.at_once}
+                "root": str(self.runs.root), "at_once": self.at_once, "data": data_names()}
 
     def line(self, request):
         """Return the command line of a form."""
         return {"line": from_form(request.json(), self.runs).line()}
 
     def start(self, request):
-        """Append the training or sweep of a form to the queue."""
-        command = from_form(request.json(), self.runs)
+        """Append the training or sweep of a form to the queue. Raises ValueError."""
+        form = request.json()
+        command = from_form(form, self.runs)
+        if not form.get("resume"):
+            given = preset_knobs(str(form.get("preset") or "")) | (form.get("knobs") or {})
+            if "data" in given:
+                refuse_missing(str(given["data"]))
         with self.lock:
             job_id = str(max([int(job["id"]) for job in self.jobs], default=0) + 1)
             self.save({"id": job_id, "state": "queued", "folder": os.getcwd(),
@@ -300,6 +312,12 @@ def terminate(kill, pid):
         kill(pid, signal.SIGTERM)
     except OSError as e:
         refuse(f"process {pid} cannot be stopped ({e.strerror})")
+
+
+def last_line(path):
+    """Return the last line of a job's output that is not empty, which tells why it failed."""
+    lines = [line.strip() for line in tail(path).split("\n")]
+    return next((line[:MAX_ERROR] for line in reversed(lines) if line), "")
 
 
 def tail(path):

@@ -45,8 +45,7 @@ function canvas(width, height, style, attributes) {
 function allHeads({ data, show, t }) {
   const [layers, heads, T] = data.attention.shape
   const size = Math.max(48, Math.min(150, Math.floor(900 / heads)))
-  const isDark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
-  const color = isDark ? [108, 182, 255] : [0, 96, 168]
+  const color = [46, 134, 222]  // on light and on dark: a change of the theme draws nothing anew
   function picture(layer, head) {
     const [element, context] = canvas(T, T, `width:${size}px;height:${size}px;display:block`)
     const image = context.createImageData(T, T)

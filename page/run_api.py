@@ -1,7 +1,9 @@
 """Routes about runs: the table, curves, live events, a run's details, notes, CSV and HTML files."""
 import base64
+import bisect
 import contextlib
 import math
+import os
 import time
 
 import numpy as np
@@ -17,7 +19,8 @@ from track import AnomalyDetector, parse_row
 BUSY = 0.15          # max seconds that live events read logs before other requests get their turn
 MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
 MAX_NEW_ROWS = 200   # rows in a live event; for more, the client reads the curves again
-MAX_ALERTS = 50      # in a run's details, as the two below
+MAX_ALERTS = 50      # of a kind in a run's details, which the two below limit, too
+PACE_ROWS = 50       # latest rows of the log that a training's speed is taken from
 MAX_TABLES = 40      # rows of the log that have tables
 MAX_FILES = 100      # model files
 
@@ -63,12 +66,81 @@ def tables(run):
 
 
 def alerts(names, columns):
-    """Return the latest alerts, [(title, text)], of a run whose columns have these names."""
-    found, detector = [], AnomalyDetector()
+    """
+    Return the alerts of a run whose columns have these names: [title, number of alerts, the latest
+    texts] of each kind.
+    """
+    found, detector = {}, AnomalyDetector()
     for values in zip(*(column.tolist() for column in columns)):
         row = {name: value for name, value in zip(names, values) if not math.isnan(value)}
-        found += detector.sudden_changes(row)
-    return found[-MAX_ALERTS:]
+        for title, text in detector.sudden_changes(row):
+            found.setdefault(title, []).append(text)
+    return [[title, len(texts), texts[-MAX_ALERTS:]] for title, texts in found.items()]
+
+
+def ended_by(run):
+    """
+    Return what ended a run's training, as result.json names it; "" if that is unknown. A crash
+    leaves the result of an earlier session, whose step is not that of the log's last row.
+    """
+    found = json_of(run.folder / "result.json")
+    is_last = found.get("iter") == run.metrics.get("iter")
+    return str(found.get("ended_by", "")) if is_last else ""
+
+
+def time_left(run):
+    """
+    Estimate when a training ends. Return {"left": seconds, "share": part that is done, "clock":
+    the setting "minutes" or "max_minutes" if that ends it, "" if its steps do}; None if that can't
+    be known yet.
+    """
+    times, steps = run.columns.get("time", ()), run.columns.get("iter", ())
+    try:
+        begun = os.stat(run.folder / "trainer.json").st_mtime  # of this session
+    except OSError:
+        return None
+    if not times or len(times) != len(steps):
+        return None
+    now, config = time.time(), run.config
+    first = bisect.bisect_left(times, begun - 1)  # the first row of this session
+    found = []
+    minutes, max_minutes, max_iters = (
+        value if compare.is_finite(value := config.get(name)) and value > 0 else 0
+        for name in ("minutes", "max_minutes", "max_iters"))
+    if minutes:  # of all sessions, from the start of the program on
+        used = now - begun
+        if first:  # there were sessions before
+            used = 60 * run.minutes + now - times[-1]
+        found.append((60 * minutes - used, used / (60 * minutes), "minutes"))
+    elif max_minutes:  # of this session
+        used = now - times[first] if first < len(times) else 0.0
+        found.append((60 * max_minutes - used, used / (60 * max_minutes), "max_minutes"))
+    # A pause between two sessions is not part of the pace.
+    first = max(first, len(times) - PACE_ROWS)
+    if max_iters and first < len(times) and steps[-1] > steps[first]:
+        pace = (times[-1] - times[first]) / (steps[-1] - steps[first])
+        left = pace * (max_iters - steps[-1]) - (now - times[-1])
+        found.append((left, steps[-1] / max_iters, ""))
+    if not found:
+        return None
+    left, share, clock = min(found)
+    if not (math.isfinite(left) and math.isfinite(share)):
+        return None
+    return {"left": max(0.0, left), "share": min(max(share, 0.0), 1.0), "clock": clock}
+
+
+def normal(run):
+    """
+    Return [sentence, {name: value in it}]: whether the loss of a run is normal (see
+    engine/text/yardsticks.py), or [] if the run has no yardsticks.
+    """
+    from engine.text import yardsticks  # here: it imports sentencepiece
+    found = {name.partition("/")[2]: value for name, value in run.metrics.items()
+             if name.startswith("yardstick/") and compare.is_finite(value)}
+    loss = run.results().get("best bpb/val") if run.count else None
+    if not compare.is_finite(loss) or not yardsticks.WORDS.keys() <= found.keys():
+        return []
+    return list(yardsticks.judge(loss, found))
 
 
 def evaluation(folder):
@@ -107,18 +179,27 @@ class RunApi:
         return old | read_notes(self.runs.state / "notes.json")
 
     def entry(self, run):
-        """Return a run's row of the table. "odd": what could not be read of it, or ""."""
+        """
+        Return a run's row of the table. "odd": what could not be read of it, or ""; "foreign":
+        whether another program than train.py wrote it; "ended_by" and "time_left": of the functions
+        with these names.
+        """
         results = self.runs.attempt(run, Run.results, {}) if run.count else {}
         numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
         training = self.runs.trainers.get(run.name) is not None
         return {"name": run.name, "rows": run.count, "results": numbers, "training": training,
                 "max_iters": clean(run.config.get("max_iters")),
+                "foreign": run.is_foreign,
+                "ended_by": "" if training else ended_by(run),
+                "time_left": self.runs.attempt(run, time_left, None) if training else None,
                 "odd": self.runs.errors.get(run.name, run.problem)}
 
     def table(self, request):
         """
         Return {"runs": their entries, "settings": those in which the runs differ, "metrics": all
-        names, "columns": of the results, "more": whether logs have rows that were not read yet}.
+        names, "columns": of the results, "more": whether logs have rows that were not read yet,
+        "metric": what the runs compare by, "sort": the column of it, "descending": whether large
+        values of it are good, "vocabularies_differ": whether losses per token do not compare}.
         """
         self.runs.refresh()
         with self.runs.lock:
@@ -127,12 +208,20 @@ class RunApi:
             names = [name for run in shown for name in run.columns if name not in compare.X]
             entries = []
             for run in shown:
-                cells = {name: cell(run.config.get(name)) for name in settings}
+                cells = {name: cell(compare.setting_of(run, name)) for name in settings}
                 entries.append(notes.get(run.name, {}) | self.entry(run) | {"settings": cells})
             columns = [name for name in compare.RESULTS
                        if any(name in entry["results"] for entry in entries)]
+            read = [run for run in shown if run.count]
+            metric = compare.default_metric(read) if read else "loss/val"
+            sort = f"best {metric}" if f"best {metric}" in columns else metric
+            if read and sort not in columns:
+                columns.insert(0, sort)
             return {"more": bool(self.runs.unread), "settings": settings,
-                    "metrics": list(dict.fromkeys(names)), "runs": entries, "columns": columns}
+                    "metrics": list(dict.fromkeys(names)), "runs": entries, "columns": columns,
+                    "metric": metric, "sort": sort,
+                    "descending": compare.is_small_good(metric) is False,
+                    "vocabularies_differ": compare.vocabularies_differ(read)}
 
     def line(self, run, query):
         """
@@ -276,6 +365,7 @@ class RunApi:
         return found | {
             "config": clean(run.config), "tables": clean(tables(run)),
             "alerts": alerts(watched, columns), "files": files, "checkpoints": sorted(steps),
+            "normal": self.runs.attempt(run, normal, []),
             "evaluation": evaluation(run.folder),
             "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
 

@@ -5,7 +5,6 @@ import { help, t } from "./words.js"
 
 const MOST_USED = ["out_dir", "depth", "dim", "n_layers", "max_seq_len", "batch_size", "max_iters",
   "learning_rate", "minutes", "seed", "wandb_log"]
-const DATA = ["stories", "stories:2000", "tinyshakespeare", "tinystories"]
 const NOT_SWEPT = ["data", "out_dir"]
 /** Tell whether train.py reads a text as True. */
 const isTrue = text => /^(true|1|yes)$/i.test(text)
@@ -38,7 +37,8 @@ function textOnRequest(title, path, query) {
 }
 
 export async function show(main) {
-  const { knobs, presets, wrong: presetErrors, cpus, root, at_once } = await get("api/knobs")
+  const { knobs, presets, wrong: presetErrors, cpus, root, at_once, data: sources } =
+    await get("api/knobs")
   const command = h("div"), queue = h("div"), left = h("div")
   // The address holds all choices: one parameter for each changed knob, "preset", "resume", "count"
   // (trials of a sweep), and "sweep": JSON of {knob: the text that the user typed}.
@@ -88,14 +88,26 @@ export async function show(main) {
       choose({ sweep: json === "{}" ? "" : json })
     }
     const now = given()[name] ?? String(defaultValue)
-    const field = typeof defaultValue === "boolean"
-      ? h("input", {
-        id, type: "checkbox", checked: isTrue(now),
-        onchange: event => set(String(event.target.checked)) })
-      : h("input", {
-        id, type: "text", value: now, spellcheck: "false", list: name === "data" ? "data" : null,
+    const { choices, open } = knobs[name], list = choices.length ? `names-${name}` : null
+    /** Make the field: a checkbox, a menu of names, or text, with the names that it may be. */
+    function makeField() {
+      if (typeof defaultValue === "boolean") {
+        const onchange = event => set(String(event.target.checked))
+        return h("input", { id, type: "checkbox", checked: isTrue(now), onchange })
+      }
+      if (choices.length && !open) {
+        const onchange = event => set(event.target.value)
+        const options = [...new Set([...choices, now])].map(value =>
+          h("option", { value, selected: value === now }, value))
+        return h("select", { id, onchange }, options)
+      }
+      const names = list && h("datalist", { id: list }, choices.map(text => h("option", {}, text)))
+      return [names || "", h("input", {
+        id, type: "text", value: now, spellcheck: "false", list: name === "data" ? "data" : list,
         inputmode: typeof defaultValue === "number" ? "decimal" : null,
-        oninput: event => set(event.target.value.trim()) })
+        oninput: event => set(event.target.value.trim()) })]
+    }
+    const field = h("span", {}, makeField())
     const values = h("input", {
       type: "text", value: swept()[name] || "", placeholder: t("values, or min..max"),
       "aria-label": title, oninput: event => sweep(event.target.value) })
@@ -128,7 +140,7 @@ export async function show(main) {
     left.replaceChildren(
       card("", row(select(t("Preset"), options, preset(), change, { id: "preset" }), preview),
         presetErrors.map(message => h("p", { class: "bad" }, message)),
-        h("datalist", { id: "data" }, DATA.map(name => h("option", {}, name))),
+        h("datalist", { id: "data" }, sources.map(name => h("option", {}, name))),
         knob("data"), text),
       card(t("Most used"), MOST_USED.map(knob)),
       card(t("All knobs"), sections.map(details)))
@@ -193,5 +205,5 @@ function entry(job, root) {
       h("a", { class: "grow", href }, isNamed ? job.out_dir : root),
       button(t("Console"), toggle, { "aria-expanded": String(!text.hidden) }),
       isAlive && button(t("Stop"), stop)),
-    text)
+    job.error ? h("p", { class: "bad error" }, job.error) : "", text)
 }

@@ -44,7 +44,8 @@ export async function show(main) {
   let stopper = null  // AbortController of the current requests
   // A side is a model's column: id of the model ("": no model), messages of the conversation.
   const makeSide = id => ({ id, output: h("div"), messages: [], speed: h("p", { class: "soft" }) })
-  const sides = [makeSide(state.get("model") || models[0].id), makeSide(state.get("beside"))]
+  const newest = models.reduce((a, b) => b.created > a.created ? b : a).id
+  const sides = [makeSide(state.get("model") || newest), makeSide(state.get("beside"))]
   const usedSides = () => sides.filter(side => side.id)
   const text = h("textarea", {
     id: "words", rows: 3, "aria-label": t("Text") }, state.get("text", "Once upon a time"))

@@ -28,6 +28,7 @@ from selenium.common.exceptions import WebDriverException
 
 import compare
 from configurator import fail, source_knobs
+from engine.text import yardsticks
 from engine.tracking import runs as logs
 from page import command, jobs, locks, programs, run_api, runs, server, state, system
 from page.programs import OneAtATime
@@ -330,6 +331,97 @@ def test_malformed_rows_and_settings_do_not_break_the_table(filled):
     until(lambda: not any("odd" in run["name"] for run in filled.get("/api/runs")["runs"]))
 
 
+def compared(folder):
+    """
+    Make six runs of the same text with other vocabularies, whose losses per token rise as their bits per byte fall; the others'
+    settings are alike. And two runs of another program.
+    """
+    for n in range(6):
+        meta = {"tokenizer_sha256": str(n), "train_tokens": 1000, "train_bytes": 1000 * (n + 1), "val_bytes": 500}
+        write_run(folder / f"v{n}", rows=0, vocab_source="custom", vocab_size=100 * n, dataset=meta, seed=1, learning_rate=0.1,
+                  max_iters=600, odd=n if n < 2 else 7)
+        for i in range(60):
+            loss = (2 + n) * (1 + 1 / (1 + i))
+            row = {"iter": 10 * i, "tokens": 1000 * i, "loss/train": loss, "time": 1e9 + i, "perf/tokens_per_sec": 71852.4 if i % 20 else 5000.0}
+            if i % 10 == 0:
+                row |= {"loss/val": loss, "bpb/val": loss / (1 + n)}
+            if i == 0:
+                row |= {"yardstick/chance": 9.0 - n, "yardstick/unigram": 4.0, "yardstick/gzip": 2.01, "yardstick/xz": 2.0}
+            add_row(folder / f"v{n}", row)
+    for n in range(2):
+        (folder / f"other{n}").mkdir()
+        (folder / f"other{n}/config.json").write_text(json.dumps({"epochs": 3 + n}))
+        for i in range(6):
+            add_row(folder / f"other{n}", {"iter": i, "accuracy": 0.1 * i + n, "loss/train": 0.5, "time": 1e9 + i})
+
+
+def test_different_vocabularies_compare_by_bits_per_byte(tmp_path):
+    compared(tmp_path / "out")
+    found = run_api.RunApi(runs.Runs(tmp_path / "out")).table(None)
+    assert found["metric"] == "bpb/val" and found["sort"] == "best bpb/val" and not found["descending"] and found["vocabularies_differ"]
+    assert [run["name"][-6:] for run in found["runs"] if run["foreign"]] == ["other0", "other1"]
+    assert set(found["settings"]) == {"vocab_size", "text_bytes", "odd", "epochs"}
+    for n in range(6):
+        shutil.rmtree(tmp_path / f"out/v{n}")
+    found = run_api.RunApi(runs.Runs(tmp_path / "out")).table(None)
+    assert found["metric"] == found["sort"] == "loss/train" and not found["vocabularies_differ"]
+    (tmp_path / "none").mkdir()
+    assert run_api.RunApi(runs.Runs(tmp_path / "none")).table(None)["runs"] == []
+
+
+def test_the_time_left_is_that_of_the_clock_or_of_the_steps(tmp_path, monkeypatch):
+    """The session began at 1000 s, and took a step a second from 1010 on."""
+    monkeypatch.setattr(run_api, "time", SimpleNamespace(time=lambda: 1030.0))
+    write_run(tmp_path, rows=0)
+    for settings, before, left, share, clock in (
+            ({"max_iters": 50}, [], 30, 0.4, ""), ({"max_iters": 50, "minutes": 1}, [], 30, 0.4, ""),
+            ({"max_iters": 5000, "minutes": 1}, [], 30, 0.5, "minutes"), ({"max_iters": 5000, "max_minutes": 1}, [], 40, 1 / 3, "max_minutes"),
+            ({"max_iters": 5000, "minutes": 1}, range(10, 20), 30, 0.5, "minutes"),  # 10 s trained before, and 20 now
+            ({"max_iters": 5000, "max_minutes": 0.1}, [], 0, 1, "max_minutes"), ({"max_iters": "x"}, [], None, 0, "")):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        rows = [{"iter": i - len(before), "time": t} for i, t in enumerate([*before, *range(1010, 1031)])]
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "trainer.json").touch()
+        os.utime(tmp_path / "trainer.json", (1000, 1000))
+        run = compare.Run(tmp_path)
+        run.read()
+        run.results()
+        found = run_api.time_left(run)
+        if left is None:
+            assert found is None
+        else:
+            assert found["left"] == pytest.approx(left, abs=1.1) and found["share"] == pytest.approx(share, abs=0.03) and found["clock"] == clock
+    (tmp_path / "trainer.json").unlink()
+    assert run_api.time_left(run) is None
+
+
+def test_why_a_run_ended_is_that_of_its_last_session(tmp_path):
+    write_run(tmp_path, rows=3)
+    run = compare.Run(tmp_path)
+    run.read()
+    for content, words in ('{"iter": 20, "ended_by": "early_stop"}', "early_stop"), ('{"iter": 10, "ended_by": "signal"}', ""), ("[1]", ""), ("{", ""):
+        (tmp_path / "result.json").write_text(content)
+        assert run_api.ended_by(run) == words
+    (tmp_path / "result.json").unlink()
+    assert run_api.ended_by(run) == ""
+
+
+def test_alerts_of_a_kind_are_counted_together(monkeypatch):
+    monkeypatch.setattr(run_api, "MAX_ALERTS", 2)
+    losses = np.array([1.0] * 12 + [50.0] + [1.0] * 60 + [60.0] + [1.0] * 60 + [70.0, math.inf])
+    jumps, infinite = run_api.alerts(["iter", "loss/val"], [np.arange(len(losses)), losses])
+    assert jumps[:2] == ["loss/val jumps", 3] and [text.split()[0] for text in jumps[2]] == ["60", "70"] and infinite[:2] == ["loss/val is inf", 1]
+
+
+def test_data_that_does_not_exist_is_refused_before_it_is_queued(filled):
+    for data in "nowhere.txt", "/none/x", "storie":
+        status, _, text = filled.ask("/api/start", {"knobs": {"data": data}})
+        assert status == 400 and "no such file; expected stories, " in text
+    for data in "stories", "stories:200", "tinystories", ".", __file__:
+        command.refuse_missing(data)
+    assert filled.get("/api/jobs") == {"jobs": []}
+
+
 def test_new_rows_are_live_events_and_a_rewritten_log_is_read_again(filled):
     folder = filled.folder / "out/live"
     write_run(folder, 3, rows=20)
@@ -503,9 +595,10 @@ def test_a_training_outlives_the_page_and_the_next_page_stops_and_resumes_it(tmp
     page.get("/api/start", {"resume": "out/mine", "knobs": {"max_iters": step + 4}})
     until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "ended")
     assert page.get("/api/run?run=out/mine")["results"]["iter"] == step + 4
-    page.get("/api/start", {"knobs": {"data": "nowhere.txt", "out_dir": "out/none"}})
+    page.get("/api/start", {"knobs": SETTINGS | {"optimizer": "none", "out_dir": "out/none"}})
     until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "failed")
-    assert "error:" in page.get("/api/console?job=3")["text"]
+    job = page.get("/api/jobs")["jobs"][0]
+    assert job["error"] == "error: optimizer is 'none', expected muon or adamw" and job["error"] in page.get("/api/console?job=3")["text"]
     page.end()
 
 
@@ -589,6 +682,7 @@ def test_a_disk_error_stops_the_queue_and_no_job_starts_twice(tmp_path, request)
     page.end()
     page = Page(tmp_path, home=home)
     assert states(page) == ["stopped", "failed", "running"] and "surrogates" in page.get("/api/console?job=2")["text"]
+    assert [job["error"] for job in page.get("/api/jobs")["jobs"] if job["state"] == "failed"] == [page.get("/api/console?job=2")["text"].strip()]
     page.get("/api/stop", {"job": "3"})
     until(lambda: states(page) == ["stopped", "failed", "stopped"], 5)
     assert started.read_text() == "ac"
@@ -613,12 +707,16 @@ def test_a_job_that_runs_but_is_stored_as_queued_is_not_started_again(tmp_path):
 
 def test_every_text_and_every_knob_has_a_chinese_translation():
     found, knobs = json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8")), source_knobs(ROOT / "train.py")
+    sentences = set(yardsticks.SENTENCES.values())
     assert list(found["knobs"]) == list(knobs)
     assert all(text and text != knobs[name][2] for name, text in found["knobs"].items())
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "page").glob("*.js"))
     sections, states = {section for _, section, _ in knobs.values()}, {"queued", "running", "stopped", "failed", "ended"}
-    assert set(re.findall(r'\bt\("([^"]+)"\)', source)) | sections | states <= found["words"].keys()
-    assert all(f'"{word}"' in source or word in sections | states for word in found["words"])
+    assert set(re.findall(r'\bt\("([^"]+)"\)', source)) | sections | states | sentences <= found["words"].keys()
+    assert all(f'"{word}"' in source or re.search(rf"\b{word}: ", source) or word in sections | states | sentences
+               for word in found["words"])
+    for sentence in sentences:  # the same values in both languages
+        assert sorted(re.findall(r"{\w+}", sentence)) == sorted(re.findall(r"{\w+}", found["words"][sentence]))
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
@@ -739,7 +837,7 @@ def test_a_malformed_queue_ends_the_page_with_one_line(tmp_path):
     job = {"id": "1", "state": "queued", "program": "train.py", "arguments": [], "pid": 2}
     odd = [{"id": "../../x"}, {"id": 1}, {"id": "0"}, {"id": "1" * 20}, {"id": "١"}, {"state": "waits"}, {"state": ["queued"]},
            {"program": "evil.py"}, {"program": "../x/train.py"}, {"program": str(ROOT / "train.py")}, {"program": ["train.py"]},
-           {"arguments": "--dim=8"}, {"arguments": [3]}, {"pid": -1}, {"pid": 1}, {"pid": "2"}, {"folder": 3}, {"out_dir": []}]
+           {"error": 3}, {"arguments": "--dim=8"}, {"arguments": [3]}, {"pid": -1}, {"pid": 1}, {"pid": "2"}, {"folder": 3}, {"out_dir": []}]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps({"at_once": 2, "jobs": [job]}))
     assert jobs.read_queue(path) == (2, [job])

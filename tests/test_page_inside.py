@@ -13,11 +13,15 @@ import pytest
 import torch
 
 import evaluate
+import optim
 import sample
 from engine.debug import inside
+from engine.text import vocabulary
+from engine.training import hardware, resume, validate
 from engine.training.load import load_model
 from export import export_model
 from model import ModelArgs, Transformer
+from page.command import choices
 from page.inside import Inside
 from tests.conftest import ROOT
 from tokenizer import Bytes
@@ -40,6 +44,13 @@ def path(made, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "model.gguf"
     export_model(model.state_dict(), model.args, vocabulary, path)
     return path
+
+
+def test_the_menus_of_the_form_have_the_trainer_s_own_choices():
+    found = choices()
+    assert found["optimizer"] == list(optim.OPTIMIZERS) and found["schedule"] == list(validate.CHOICES["schedule"])
+    assert found["dtype"] == list(hardware.DTYPES) and found["init_from"] == list(resume.STARTS)
+    assert found["vocab_source"] == list(vocabulary.MADE) and all(map(vocabulary.is_made, vocabulary.MADE))
 
 
 def test_attention_and_lens_equal_plain_formulas(made):

@@ -12,6 +12,7 @@ from engine.text.prepared import is_prepared, load
 from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level,
                        train_tokenizer)
 
+MADE = ("custom", "bpe", "byte", "char")  # vocabularies that are made for the text
 MIN_PIECES = 320  # min --max_vocab_size: 259 specials and bytes, and some characters and merges
 
 
@@ -39,7 +40,7 @@ def check_vocabulary(options):
 
 def is_made(vocab_source):
     """Return whether a vocabulary is made for the text, and not loaded from a file."""
-    return vocab_source.partition(":")[0] in ("custom", "bpe", "byte", "char")
+    return vocab_source.partition(":")[0] in MADE
 
 
 def vocabulary_file(vocab_source, cache):

@@ -14,6 +14,21 @@ MAX_TOKENS = 1 << 17  # max tokens of the validation text to compress; xz takes 
 # {name: words}. "chance" gives all tokens the same probability.
 WORDS = {"chance": "chance", "unigram": "token frequencies", "gzip": "gzip", "xz": "xz"}
 
+OTHERS = "xz {xz}, gzip {gzip}, token frequencies {unigram}, chance {chance}"
+SENTENCES = {
+    "chance": "not normal: {loss} bits per byte is no better than chance ({chance}); is the "
+              "learning_rate too high? --overfit=1 shows whether it can learn at all",
+    "below the floor": "not normal: {loss} bits per byte is less than the {floor} that these "
+                       "stories hold; the model sees what it should predict",
+    "token frequencies": "not normal yet: {loss} bits per byte is more than token frequencies "
+                         f"alone need ({OTHERS}); train longer, or try other rates with --lr_find",
+    "short": "normal for a short training: {loss} bits per byte is less than token frequencies "
+             f"need and not yet what a compressor reaches ({OTHERS})",
+    "normal": f"normal: {{loss}} bits per byte is less than a compressor needs ({OTHERS})",
+    "normal, with a floor": "normal: {loss} bits per byte is less than a compressor needs "
+                            f"({OTHERS}; no model can beat {{floor}})",
+}
+
 
 def predicted(dataset, split, count):
     """Return those of the first `count` tokens of a split that a model predicts, (n,)."""
@@ -61,24 +76,29 @@ def describe(found, vocab_size):
             f"{math.log(vocab_size):.2f} nats per token")
 
 
-def assess(loss, found):
+def judge(loss, found):
     """
-    Return in a sentence whether a loss is normal. loss: the best validation loss in bits per byte,
+    Return (sentence, {name: text}): whether a loss is normal, as a text with {name} in the place of
+    each value, so that the page can translate it. loss: the best validation loss in bits per byte,
     which is finite; found: what `measure` returned, not empty.
     """
-    said = f"{loss:.4f} bits per byte"
+    values = {name: f"{bits:.3f}" if name == "floor" else f"{bits:.3g}"
+              for name, bits in found.items()}
+    values["loss"] = f"{loss:.4f}"
     if loss >= 0.98 * found["chance"]:
-        return (f"not normal: {said} is no better than chance ({found['chance']:.3g}); is the "
-                f"learning_rate too high? --overfit=1 shows whether it can learn at all")
-    if "floor" in found and loss < 0.99 * found["floor"]:
-        return (f"not normal: {said} is less than the {found['floor']:.3f} that these stories "
-                f"hold; the model sees what it should predict")
-    others = ", ".join(f"{words} {found[name]:.3g}" for name, words in reversed(WORDS.items()))
-    if loss > found["unigram"]:
-        return (f"not normal yet: {said} is more than token frequencies alone need ({others}); "
-                f"train longer, or try other rates with --lr_find")
-    if loss > min(found["gzip"], found["xz"]):
-        return (f"normal for a short training: {said} is less than token frequencies need and not "
-                f"yet what a compressor reaches ({others})")
-    floor = f"; no model can beat {found['floor']:.3f}" if "floor" in found else ""
-    return f"normal: {said} is less than a compressor needs ({others}{floor})"
+        kind = "chance"
+    elif "floor" in found and loss < 0.99 * found["floor"]:
+        kind = "below the floor"
+    elif loss > found["unigram"]:
+        kind = "token frequencies"
+    elif loss > min(found["gzip"], found["xz"]):
+        kind = "short"
+    else:
+        kind = "normal, with a floor" if "floor" in found else "normal"
+    return SENTENCES[kind], values
+
+
+def assess(loss, found):
+    """Return judge's sentence with its values."""
+    text, values = judge(loss, found)
+    return text.format(**values)

@@ -13,6 +13,7 @@ import torch
 
 from configurator import fail
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # values of the setting `dtype`
 # Dense peak TFLOP/s (no sparsity, float32 accumulation) as (bfloat16, float32), by a part of the
 # device's name; None: the card only emulates bfloat16, so peak_flops measures it. NVIDIA's float32
 # is TF32, which distributed.setup enables. The figures are from the data sheets of the data-centre
@@ -72,8 +73,8 @@ def autocast_dtype(dtype, device):
         dtype = "float16" if has_tensor_cores else "float32"
         if has_bfloat16(device):
             dtype = "bfloat16"
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        fail(f"--dtype={dtype}: expected auto, float32, bfloat16 or float16")
+    if dtype not in DTYPES:
+        fail(f"--dtype={dtype}: expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     return getattr(torch, "float32" if dtype == "auto" else dtype)
 
 

@@ -103,6 +103,11 @@ def module_names():
     return {module.name for module in pkgutil.iter_modules(__path__)}
 
 
+def source_names():
+    """Return the names of sources that are not paths."""
+    return ["stories", *DOWNLOADS, *sorted(module_names())]
+
+
 def generated(name, argument, cache, column):
     """Return the .jsonl file with the documents of a module. Write it if it is not in the cache."""
     module = importlib.import_module(f"{__name__}.{name}")
@@ -134,9 +139,8 @@ def text_files(path, cache, column):
         fail(f"{path}: a folder without text files, and not one that data.py prepared "
              f"(no meta.json){more}")
     if not path.exists():
-        named = ", ".join(["stories", *DOWNLOADS, *sorted(module_names())])
-        fail(f"{path}: no such file; expected {named}, a text file, or a folder of text files"
-             f"{hub(path, 'dataset')}")
+        fail(f"{path}: no such file; expected {', '.join(source_names())}, a text file, or a folder "
+             f"of text files{hub(path, 'dataset')}")
     if not path.is_dir():
         open_untrusted(path).close()  # report a file that cannot be opened before any work is done
     if not any(file.stat().st_size for file in files):
