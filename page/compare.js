@@ -304,7 +304,8 @@ export async function show(main) {
   function drawTable() {
     const settings = differing()
     const tags = order.some(run => run.tags) ? ["tags"] : []
-    const columns = ["status", ...found.columns, ...settings, ...tags]
+    const others = found.columns.filter(name => name !== found.sort)
+    const columns = ["status", found.sort, ...others, ...settings, ...tags]
     const { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
     const rows = order.map(run => runRow(run, columns))
     const first = order.findIndex(run => run.foreign)

@@ -204,7 +204,7 @@ class RunApi:
         self.runs.refresh()
         with self.runs.lock:
             shown, notes = self.runs.shown(), self.notes()
-            settings = compare.differences(shown)
+            settings = compare.differences(sorted(shown, key=lambda run: run.is_foreign))
             names = [name for run in shown for name in run.columns if name not in compare.X]
             entries = []
             for run in shown:

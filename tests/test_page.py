@@ -797,6 +797,85 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     check_page(browser)
 
 
+ROWS = "return [...document.querySelectorAll('tbody tr[data-run]')].map(r => r.dataset.run.slice(4))"
+HEADS = "return [...document.querySelectorAll('thead button')].map(b => b.textContent.split(' ▴')[0])"
+PLOTS = """const lines = p => p.renderers.map(r => r.data_source.data).find(d => d.dash)
+           const plots = Bokeh.documents.map(d => [...d.roots()][0]).sort((a, b) => lines(a).name.length - lines(b).name.length);"""
+LINES = PLOTS + " return plots.map(lines)"
+MARKS = PLOTS + " return plots.map(p => p.renderers.map(r => r.data_source.data.text).find(t => t))"
+TICKS = PLOTS + " return plots.map(p => p.left[0].ticker.ticks)"
+
+
+def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
+    compared(tmp_path / "out")
+    for n in 4, 2, 5:  # the newest model is v5's
+        (tmp_path / f"out/v{n}/model.gguf").touch()
+        os.utime(tmp_path / f"out/v{n}/model.gguf", (n, n))
+    (tmp_path / "out/v0/result.json").write_text('{"iter": 590, "ended_by": "early_stop"}')
+    page = Page(tmp_path)
+    request.addfinalizer(page.end)
+    request.addfinalizer(lambda: browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {}))
+    browser.get(page.url)
+    until(lambda: script(browser, ROWS) == ["v5", "v4", "v3", "v2", "v1", "v0", "other0", "other1"])  # by bits per byte
+    assert script(browser, "return [...document.querySelectorAll('h2')].slice(0, 2).map(e => e.textContent)") == ["bpb/val", "loss/train"]
+    heads = script(browser, HEADS)
+    assert heads[:3] == ["run", "status", "best bpb/val"] and heads[-4:] == ["vocab_size", "odd", "text_bytes", "epochs"]
+    text = lambda: browser.find_element("id", "main").text
+    assert "Runs of other programs" in text() and "Vocabularies differ" in text() and "finished: the validation loss no longer fell" in text()
+    bits, loss = until(lambda: script(browser, LINES))
+    assert len(bits["name"]) == 6 and len(loss["name"]) == 8 and set(loss["dash"]) == {"solid", "7 3"}
+    legends = "return [...document.querySelectorAll('.legend')].map(l => l.querySelectorAll('span').length)"
+    assert script(browser, legends) == [6, 8] and script(browser, MARKS)[0] == ["token frequencies 4.00", "gzip 2.01, xz 2.00"]
+    check_page(browser)
+    script(browser, PLOTS + "for (const p of plots) { p.x_range.have_updated_interactively = true; p.x_range.setv({start: 1e4, end: 2e4}) }")  # as a zoom does
+    for column in "tr[data-run='out/v1'] input", "tr[data-run='out/v0'] input":
+        browser.find_element("css selector", column).click()
+    until(lambda: script(browser, LINES)[0]["name"] == [f"out/v{n}" for n in (2, 3, 4, 5)])
+    assert "odd" not in script(browser, HEADS)  # the runs that are left have the same
+    light = script(browser, LINES)
+    browser.find_element("id", "theme").click()
+    until(lambda: script(browser, LINES)[0]["color"] != light[0]["color"])
+    ends = PLOTS + "return plots.map(p => [p.x_range.start, p.x_range.end, p.background_fill_color])"
+    assert script(browser, ends) == [[1e4, 2e4, "#171c23"]] * 2
+    assert [line["name"] for line in script(browser, LINES)] == [line["name"] for line in light]
+    script(browser, "location.hash = '#runs?charts=perf%2Ftokens_per_sec'")
+    until(lambda: script(browser, TICKS) == [[5000, 10000, 20000, 50000]])
+    values = [71852.4, 503.04, 0.00012345, 2764800.0, 12.34567, -71852.4, 0.5, 7, 1234567, 99.99999]
+    shown = browser.execute_async_script("import('/app.js').then(app => arguments[1](arguments[0].map(app.format)))", values)
+    assert shown == [compare.text(value) for value in values[:3]] + ["2,764,800"] + [compare.text(value) for value in values[4:]]
+    pairs = """import('/charts.js').then(({ curveStyle }) => arguments[0]([...Array(21).keys()].map(n => {
+      const { color, dash } = curveStyle(n), style = getComputedStyle(document.documentElement)
+      return style.getPropertyValue(color.slice(4, -1)) + dash })))"""
+    assert len(set(browser.execute_async_script(pairs))) == 21
+    ticks = "import('/charts.js').then(({ logTicks }) => arguments[1](arguments[0].map(range => logTicks(...range))))"
+    ranges = [(1e-8, 1e9), (5.9, 6.4), (0.3, 12), (2, 2.9), (500, 21000), (0.0001, 0.00012), (1, 2), (0, 1), (3, 3), (1e-300, 1e300)]
+    for (low, high), found in zip(ranges, browser.execute_async_script(ticks, ranges)):
+        assert found == sorted(found) and all(low <= tick * (1 + 1e-9) and tick <= high * (1 + 1e-9) for tick in found)
+        assert 4 <= len(found) <= 10 if 0 < low < high else not found
+    script(browser, "location.hash = '#run?run=out/v0'")
+    until(lambda: "the speed has collapsed × 2" in text())
+    assert "usual" not in text() and "Is my loss normal? normal for a short training: 2.0" in text()
+    browser.find_element("css selector", "details.bad summary").click()
+    until(lambda: text().count("5,000 tokens/s at iter") == 2)
+    check_page(browser)
+    script(browser, "location.hash = '#start'")
+    until(lambda: browser.find_elements("id", "knob-optimizer"))
+    assert script(browser, "return [...document.getElementById('knob-optimizer').options].map(o => o.value)") == ["muon", "adamw"]
+    script(browser, "const e = document.getElementById('knob-optimizer'); e.value = 'adamw'; e.dispatchEvent(new Event('change'))")
+    until(lambda: "--optimizer=adamw" in text())
+    script(browser, "document.getElementById('language').click()")
+    until(lambda: script(browser, "return document.documentElement.lang") == "zh")
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True})
+    for view, words in ("run?run=out/v0", "我的损失正常吗？ 就短训练而言正常：每字节"), ("talk", "对话"), ("inside", ""), ("start", "预设"), ("runs", "v5"):
+        script(browser, "location.hash = arguments[0]", view)
+        until(lambda: words in text() and len(text()) > 5, 60)
+        assert script(browser, "return document.documentElement.scrollWidth") == 390, view
+        if view == "talk":
+            assert script(browser, "return document.getElementById('model0').value") == "out/v5"
+    script(browser, "document.getElementById('language').click()")
+    script(browser, "localStorage.clear()")
+
+
 @pytest.mark.slow
 def test_a_browser_reads_rows_that_it_has_missed(tmp_path, browser):
     """Rows written while the connection was lost, and between the first picture and event."""
