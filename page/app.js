@@ -117,6 +117,13 @@ export function status(run, job) {
   return [t(run.results.iter >= run.max_iters ? "finished" : "not training"), "soft"]
 }
 
+/**
+ * Return words that a model's own text may begin with. prompts: of api/inside; model: name of a run,
+ * or of a file or checkpoint in its folder; example: what else to return.
+ */
+export const promptOf = (prompts, model, example) =>
+  prompts[model] ?? prompts[model.replace(/\/[^/]*$/, "")] ?? example
+
 /** Make a text with a button that copies it. */
 export function copyable(text) {
   const copy = () => navigator.clipboard.writeText(text).then(() => notify(t("Copied")))

@@ -240,8 +240,8 @@ export class Chart {
     this.rule = make("HSpan", { y: { field: "y" }, line_dash: [5, 4], line_width: 1 })
     const rules = make("GlyphRenderer", { data_source: this.markSource, glyph: this.rule })
     this.labels = make("LabelSet", {
-      source: this.markSource, x: { value: 6 }, x_units: "screen", y: { field: "y" }, y_offset: -2,
-      text: { field: "text" }, text_font_size: "11px", text_baseline: "top" })
+      source: this.markSource, x: { value: 0 }, x_offset: -4, y: { field: "y" }, y_offset: -2,
+      text: { field: "text" }, text_font_size: "11px", text_baseline: "top", text_align: "right" })
     const plot = this.frame(logx, logy, [lines, bands])
     plot.add_renderers(bands)
     plot.add_renderers(rules)
@@ -253,6 +253,7 @@ export class Chart {
     const hover = make("HoverTool", { renderers: [lines], line_policy: "nearest", tooltips })
     plot.toolbar.tools = [zoom, hover]
     plot.toolbar.active_drag = zoom
+    plot.x_range.change.connect(() => this.labels.setv({ x: { value: plot.x_range.end } }))
     this.plot = plot
     this.paint()
     const page = new (bokeh.require("document").Document)()

@@ -283,7 +283,8 @@ export async function show(main) {
       drawTable()
     }
     const direction = descending ? "descending" : "ascending"
-    return h("th", { scope: "col", "aria-sort": isSorted ? direction : "none" },
+    const attributes = { "data-column": name, "aria-sort": isSorted ? direction : "none" }
+    return h("th", { scope: "col", ...attributes },
       h("button", { onclick: sort }, t(name), isSorted && (descending ? " ▾" : " ▴")))
   }
 
@@ -300,12 +301,15 @@ export async function show(main) {
       columns.map(column => h("td", { "data-column": column })))
   }
 
-  /** Draw the table: state and results before settings, runs of other programs in the end. */
+  /**
+   * Draw the table: what it is sorted by at first, the state and other results before settings;
+   * runs of other programs in the end.
+   */
   function drawTable() {
     const settings = differing()
     const tags = order.some(run => run.tags) ? ["tags"] : []
     const others = found.columns.filter(name => name !== found.sort)
-    const columns = ["status", found.sort, ...others, ...settings, ...tags]
+    const columns = [found.sort, "status", ...others, ...settings, ...tags]
     const { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
     const rows = order.map(run => runRow(run, columns))
     const first = order.findIndex(run => run.foreign)
@@ -425,6 +429,7 @@ function coordinates(runs, settings, result, styleOf) {
     "stroke-dasharray": styleOf(run.name).dash,
     points: columns.map(({ x, y }) => `${x},${y(run)}`).join(" ") }, h("title", {}, run.name))
   const lines = runs.filter(run => isNumber(loss(run))).map(line)
-  const picture = h("svg", { viewBox: "0 0 900 240" }, columns.map(axis), lines)
+  const picture = h("svg", { viewBox: "0 0 900 240", style: "min-width:600px" },
+    columns.map(axis), lines)
   return [card(t("Settings and result"), h("div", { class: "scroll" }, picture))]
 }

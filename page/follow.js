@@ -42,7 +42,6 @@ export async function show(main) {
   function drawTop() {
     const { iter = 0 } = run.results, maxIters = run.max_iters || iter || 1
     const [words, kind] = status(run, job())
-    const [sentence, values] = run.normal
     const stop = async () => {
       await post("api/stop", { run: name })
       notify(t("Stopping; it saves a checkpoint first"))
@@ -64,8 +63,6 @@ export async function show(main) {
         max: 1, value: run.time_left?.share ?? Math.min(1, iter / maxIters),
         "aria-label": t("Progress") }),
       soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`, leftWords(), numbers),
-      sentence ? h("p", { id: "normal" }, h("b", {}, `${t("Is my loss normal?")} `),
-        t(sentence).replace(/\{(\w+)\}/g, (_, name) => values[name])) : "",
       run.odd ? h("p", { class: "bad" }, run.odd) : "")
   }
 
@@ -102,9 +99,12 @@ export async function show(main) {
       h("summary", {}, count > 1 ? `${title} × ${format(count)}` : title),
       h("ul", {}, texts.map(text => h("li", {}, text)))))
     const checkpoints = run.checkpoints.join(", ") || t("none")
+    const [sentence, values] = run.normal
+    const judged = () => t(sentence).replace(/\{(\w+)\}/g, (_, name) => values[name])
     const settings = Object.entries(run.config).map(([knob, value]) =>
       [knob, typeof value === "object" ? JSON.stringify(value).slice(0, 300) : String(value)])
     side.replaceChildren(
+      sentence ? card(t("Is my loss normal?"), h("p", {}, judged())) : "",
       card(t("Files"), files(), soft(`${t("Checkpoints")}: ${checkpoints}`)),
       card(t("Alerts"), alerts.length ? alerts : soft(t("none"))),
       job() ? card(t("Console"), output(job().id)) : "",

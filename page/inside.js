@@ -1,20 +1,26 @@
 // The view "Look inside": choose a model and a text; look.js draws what the model computes for it.
-import { downloadFrom, get, notify, post, state } from "./app.js"
+import { downloadFrom, get, notify, post, promptOf, state } from "./app.js"
 import { button, h, row, select } from "./dom.js"
 import { draw } from "./look.js"
 import { t } from "./words.js"
 
 export async function show(main) {
-  const { models } = await get("api/inside"), view = h("div")
+  const { models, prompts } = await get("api/inside"), view = h("div")
   if (!models.length) {
     main.append(h("p", {}, t("No models yet: a run exports one with its first checkpoint")))
     return
   }
-  const model = select(t("Model"), models, state.get("model"), () => {}, { id: "model" })
-  const example = "Once upon a time, there was a little girl."
+  const example = name => promptOf(prompts, name, "Once upon a time, there was a little girl.")
+  let suggested = example(state.get("model") || models[0])  // replaced unless the user edits it
+  const change = name => {
+    const isOwn = text.value !== suggested
+    suggested = example(name)
+    if (!isOwn) text.value = suggested
+  }
+  const model = select(t("Model"), models, state.get("model"), change, { id: "model" })
   const text = h("textarea", {
     id: "text", rows: 3, style: "margin-top:.6rem", "aria-label": t("Text") },
-  state.get("text", example))
+  state.get("text", suggested))
   const query = () => ({ model: model.querySelector("select").value, text: text.value })
   /** Compute for the chosen model and text, and draw the result. */
   async function look() {

@@ -62,7 +62,13 @@ class Inside:
         return found
 
     def list(self, request):
-        return {"models": list(self.paths())}
+        """Return {"models": their names, "prompts": {run: the first prompt of its samples}}."""
+        prompts = {}
+        for name, run in list(self.runs.runs.items()):
+            prompt = run.config.get("sample_prompt")
+            if isinstance(prompt, str) and prompt != "auto":
+                prompts[name] = prompt.split("|")[0]
+        return {"models": list(self.paths()), "prompts": prompts}
 
     def data(self, request):
         """

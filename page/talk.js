@@ -1,6 +1,6 @@
 // The view "Talk": one or two models continue a text or answer a question, over the server's
 // OpenAI-compatible API.
-import { get, notify, state } from "./app.js"
+import { get, notify, promptOf, state } from "./app.js"
 import { button, h, row, select } from "./dom.js"
 import { t } from "./words.js"
 
@@ -41,6 +41,8 @@ export async function show(main) {
     main.append(h("p", {}, t("No models yet: a run exports one with its first checkpoint")))
     return
   }
+  const { prompts } = await get("api/inside")
+  let suggested = ""  // words of the model's own text, replaced unless the user edits them
   let stopper = null  // AbortController of the current requests
   // A side is a model's column: id of the model ("": no model), messages of the conversation.
   const makeSide = id => ({ id, output: h("div"), messages: [], speed: h("p", { class: "soft" }) })
@@ -48,7 +50,7 @@ export async function show(main) {
   const sides = [makeSide(state.get("model") || newest), makeSide(state.get("beside"))]
   const usedSides = () => sides.filter(side => side.id)
   const text = h("textarea", {
-    id: "words", rows: 3, "aria-label": t("Text") }, state.get("text", "Once upon a time"))
+    id: "words", rows: 3, "aria-label": t("Text") }, state.get("text"))
   const panes = h("div", { class: "grid", id: "panes" })
   const go = button(t("Continue"), () => talk(false), { class: "main", id: "go" })
   const answer = button(t("Answer"), () => talk(true), { id: "answer" })
@@ -72,6 +74,9 @@ export async function show(main) {
   function restart() {
     stopper?.abort()
     state.set({ model: sides[0].id, beside: sides[1].id })
+    if (text.value === suggested) {
+      text.value = suggested = promptOf(prompts, sides[0].id, "Once upon a time")
+    }
     for (const side of sides) {
       side.messages = []
       side.output.replaceChildren()

@@ -819,7 +819,7 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     until(lambda: script(browser, ROWS) == ["v5", "v4", "v3", "v2", "v1", "v0", "other0", "other1"])  # by bits per byte
     assert script(browser, "return [...document.querySelectorAll('h2')].slice(0, 2).map(e => e.textContent)") == ["bpb/val", "loss/train"]
     heads = script(browser, HEADS)
-    assert heads[:3] == ["run", "status", "best bpb/val"] and heads[-4:] == ["vocab_size", "odd", "text_bytes", "epochs"]
+    assert heads[:3] == ["run", "best bpb/val", "status"] and heads[-4:] == ["vocab_size", "odd", "text_bytes", "epochs"]
     text = lambda: browser.find_element("id", "main").text
     assert "Runs of other programs" in text() and "Vocabularies differ" in text() and "finished: the validation loss no longer fell" in text()
     bits, loss = until(lambda: script(browser, LINES))
@@ -854,7 +854,7 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
         assert 4 <= len(found) <= 10 if 0 < low < high else not found
     script(browser, "location.hash = '#run?run=out/v0'")
     until(lambda: "the speed has collapsed × 2" in text())
-    assert "usual" not in text() and "Is my loss normal? normal for a short training: 2.0" in text()
+    assert "usual" not in text() and "Is my loss normal?\nnormal for a short training: 2.0" in text()
     browser.find_element("css selector", "details.bad summary").click()
     until(lambda: text().count("5,000 tokens/s at iter") == 2)
     check_page(browser)
@@ -866,7 +866,7 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     script(browser, "document.getElementById('language').click()")
     until(lambda: script(browser, "return document.documentElement.lang") == "zh")
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True})
-    for view, words in ("run?run=out/v0", "我的损失正常吗？ 就短训练而言正常：每字节"), ("talk", "对话"), ("inside", ""), ("start", "预设"), ("runs", "v5"):
+    for view, words in ("run?run=out/v0", "我的损失正常吗？\n就短训练而言正常：每字节"), ("talk", "对话"), ("inside", ""), ("start", "预设"), ("runs", "v5"):
         script(browser, "location.hash = arguments[0]", view)
         until(lambda: words in text() and len(text()) > 5, 60)
         assert script(browser, "return document.documentElement.scrollWidth") == 390, view

@@ -139,8 +139,9 @@ def text_files(path, cache, column):
         fail(f"{path}: a folder without text files, and not one that data.py prepared "
              f"(no meta.json){more}")
     if not path.exists():
-        fail(f"{path}: no such file; expected {', '.join(source_names())}, a text file, or a folder "
-             f"of text files{hub(path, 'dataset')}")
+        names = ", ".join(source_names())
+        fail(f"{path}: no such file; expected {names}, a text file, or a folder of text files"
+             f"{hub(path, 'dataset')}")
     if not path.is_dir():
         open_untrusted(path).close()  # report a file that cannot be opened before any work is done
     if not any(file.stat().st_size for file in files):
