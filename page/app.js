@@ -102,6 +102,8 @@ const ENDS = {
   max_minutes: "stopped: time limit reached", signal: "stopped by Stop or Ctrl-C",
 }
 
+export const isFinished = run => ["max_iters", "minutes", "early_stop"].includes(run.ended_by)
+
 /**
  * Tell the state of a run: [text, CSS class]. run: an entry of api/runs; job: the latest one that
  * trains it, if any.
@@ -118,8 +120,8 @@ export function status(run, job) {
 }
 
 /**
- * Return words that a model's own text may begin with. prompts: of api/inside; model: name of a run,
- * or of a file or checkpoint in its folder; example: what else to return.
+ * Return words that a model's own text may begin with. prompts: of api/inside; model: name of a
+ * run, or of a file or checkpoint in its folder; example: what else to return.
  */
 export const promptOf = (prompts, model, example) =>
   prompts[model] ?? prompts[model.replace(/\/[^/]*$/, "")] ?? example

@@ -1,6 +1,6 @@
 // The view of one run: its growing curves, its output, tables, alerts, files, notes and settings.
 import {
-  copyable, format, get, link, listen, notify, post, state, status, throttle, timeLeft,
+  copyable, format, get, isFinished, link, listen, notify, post, state, status, throttle, timeLeft,
 } from "./app.js"
 import { curveStyle } from "./charts.js"
 import { Charts, controls, isWide, yardsticks } from "./compare.js"
@@ -60,7 +60,7 @@ export async function show(main) {
         h("a", { href: link("start", settings()) }, t("Duplicate with changes")),
         /^https?:\/\//.test(run.wandb) && h("a", wandbLink, "W&B")),
       h("progress", {
-        max: 1, value: run.time_left?.share ?? Math.min(1, iter / maxIters),
+        max: 1, value: run.time_left?.share ?? (isFinished(run) ? 1 : Math.min(1, iter / maxIters)),
         "aria-label": t("Progress") }),
       soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`, leftWords(), numbers),
       run.odd ? h("p", { class: "bad" }, run.odd) : "")
