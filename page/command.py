@@ -26,6 +26,7 @@ NAMES = {"optimizer": ("optim.py", "OPTIMIZERS"),
          "init_from": ("engine/training/resume.py", "STARTS"),
          "vocab_source": ("engine/text/vocabulary.py", "MADE")}
 OPEN = ("init_from", "vocab_source")  # knobs that may also be a path
+MAX_PATHS = 50  # of a completion
 
 
 class Command(NamedTuple):
@@ -90,6 +91,18 @@ def data_names():
     """Return the names of data sources that are not paths."""
     from engine.text.sources import source_names  # here: it imports sentencepiece
     return source_names()
+
+
+def completions(start):
+    """Return the first MAX_PATHS visible files and folders whose paths begin with a text."""
+    folder, name = os.path.split(start)
+    try:
+        with os.scandir(os.path.expanduser(folder) or ".") as entries:
+            found = [entry.name + "/" * entry.is_dir() for entry in entries
+                     if entry.name.startswith(name) and entry.name[0] != "."]
+    except (OSError, ValueError):  # there is no such folder, or it can't be read
+        return []
+    return [os.path.join(folder, name) for name in sorted(found)[:MAX_PATHS]]
 
 
 def refuse_missing(data):

@@ -334,7 +334,9 @@ export async function show(main) {
         const text = format(now[cell.dataset.column])
         if (cell.textContent !== text) cell.textContent = text
       }
-      line.querySelector("[data-column=status]").className = statusOf(run)[1]
+      const [text, kind] = statusOf(run), cell = line.querySelector("[data-column=status]")
+      cell.className = kind
+      cell.title = text  // a long one is cut
       line.querySelector(".odd").textContent = run.odd || ""
     }
   }
@@ -363,13 +365,16 @@ export async function show(main) {
       button(t("Save as one HTML file"), saveShown)))
   }
 
+  /** Read the table. Return whether the default charts are others than before. */
   async function load() {
+    const before = found?.metric
     found = await get("api/runs")
     charts.defaultMetrics = [found.metric, "loss/train"].filter((name, n) =>
       n === 0 || found.metric !== name)
     arrange()
     drawNote()
     if (found.more && reads++ < 9) reload()  // the server is still reading logs
+    return before !== undefined && before !== found.metric
   }
 
   const ready = load(), updateLater = throttle(update, 1000)

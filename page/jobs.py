@@ -21,8 +21,8 @@ from configurator import fail, source_knobs
 from engine.files import write_atomic
 from engine.tracking.follow import shown
 from engine.untrusted import MAX_JSON, read_json, reason
-from page.command import (HOME, OPEN, TRAIN, check_arguments, choices, data_names, from_form,
-                          preset_knobs, presets, refuse, refuse_missing, train_arguments)
+from page.command import (HOME, OPEN, TRAIN, check_arguments, choices, completions, data_names,
+                          from_form, preset_knobs, presets, refuse, refuse_missing, train_arguments)
 from page.locks import is_locked, lock_holders, trainer_pid
 from page.programs import ClientGone, OneAtATime
 from page.server import json_object
@@ -104,6 +104,7 @@ class Jobs:
 
     def routes(self):
         return {"GET /api/knobs": self.knobs, "GET /api/jobs": self.list,
+                "GET /api/paths": self.paths,
                 "GET /api/look": self.preview, "GET /api/console": self.console,
                 "GET /api/estimate": self.estimate, "POST /api/line": self.line,
                 "POST /api/start": self.start, "POST /api/stop": self.stop,
@@ -217,6 +218,10 @@ class Jobs:
         found, errors = presets()
         return {"knobs": knobs, "presets": found, "wrong": errors, "cpus": os.cpu_count(),
                 "root": str(self.runs.root), "at_once": self.at_once, "data": data_names()}
+
+    def paths(self, request):
+        """Return what the path of data may be, after its beginning in the query "start"."""
+        return {"paths": completions(request.query.get("start", ""))}
 
     def line(self, request):
         """Return the command line of a form."""

@@ -88,7 +88,7 @@ export async function show(main) {
       choose({ sweep: json === "{}" ? "" : json })
     }
     const now = given()[name] ?? String(defaultValue)
-    const { choices, open } = knobs[name], list = choices.length ? `names-${name}` : null
+    const { choices, open } = knobs[name]
     /** Make the field: a checkbox, a menu of names, or text, with the names that it may be. */
     function makeField() {
       if (typeof defaultValue === "boolean") {
@@ -101,11 +101,21 @@ export async function show(main) {
           h("option", { value, selected: value === now }, value))
         return h("select", { id, onchange }, options)
       }
-      const names = list && h("datalist", { id: list }, choices.map(text => h("option", {}, text)))
-      return [names || "", h("input", {
-        id, type: "text", value: now, spellcheck: "false", list: name === "data" ? "data" : list,
+      const options = texts => texts.map(text => h("option", {}, text))
+      const names = h("datalist", { id: `names-${name}` },
+        options(name === "data" ? sources : choices))
+      const complete = throttle(async () => {
+        const { paths } = await get("api/paths", { start: input.value })
+        names.replaceChildren(...options([...sources, ...paths]))
+      }, 200)
+      const input = h("input", {
+        id, type: "text", value: now, spellcheck: "false", list: names.id,
         inputmode: typeof defaultValue === "number" ? "decimal" : null,
-        oninput: event => set(event.target.value.trim()) })]
+        oninput: event => {
+          set(event.target.value.trim())
+          if (name === "data") complete()
+        } })
+      return [names, input]
     }
     const field = h("span", {}, makeField())
     const values = h("input", {
@@ -140,7 +150,6 @@ export async function show(main) {
     left.replaceChildren(
       card("", row(select(t("Preset"), options, preset(), change, { id: "preset" }), preview),
         presetErrors.map(message => h("p", { class: "bad" }, message)),
-        h("datalist", { id: "data" }, sources.map(name => h("option", {}, name))),
         knob("data"), text),
       card(t("Most used"), MOST_USED.map(knob)),
       card(t("All knobs"), sections.map(details)))

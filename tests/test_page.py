@@ -422,6 +422,16 @@ def test_data_that_does_not_exist_is_refused_before_it_is_queued(filled):
     assert filled.get("/api/jobs") == {"jobs": []}
 
 
+def test_paths_are_completed(filled):
+    for name in "texts/a b.txt", "texts/ab.txt", "texts/b.txt", "texts/.abc", "texts/abc/x", "texts/a\udcff":
+        (filled.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (filled.folder / name).touch()
+    ask = lambda start: filled.get(f"/api/paths?{urlencode({'start': start})}")["paths"]
+    assert ask("te") == ["texts/"] and ask("texts/ab") == ["texts/ab.txt", "texts/abc/"] and ask(f"{filled.folder}/texts/b") == [f"{filled.folder}/texts/b.txt"]
+    assert ask("texts/a") == ["texts/a b.txt", "texts/ab.txt", "texts/abc/", "texts/a\udcff"]
+    assert ask("none/x") == ask("texts/x") == ask("texts/b.txt/") == ask("a\0/") == []
+
+
 def test_new_rows_are_live_events_and_a_rewritten_log_is_read_again(filled):
     folder = filled.folder / "out/live"
     write_run(folder, 3, rows=20)
@@ -817,12 +827,13 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     request.addfinalizer(lambda: browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {}))
     browser.get(page.url)
     until(lambda: script(browser, ROWS) == ["v5", "v4", "v3", "v2", "v1", "v0", "other0", "other1"])  # by bits per byte
-    assert script(browser, "return [...document.querySelectorAll('h2')].slice(0, 2).map(e => e.textContent)") == ["bpb/val", "loss/train"]
+    titles = "return [...document.querySelectorAll('h2')].slice(0, 2).map(e => e.textContent)"
+    until(lambda: script(browser, titles) == ["bpb/val", "loss/train"])  # others until all logs are read
     heads = script(browser, HEADS)
     assert heads[:3] == ["run", "best bpb/val", "status"] and heads[-4:] == ["vocab_size", "odd", "text_bytes", "epochs"]
     text = lambda: browser.find_element("id", "main").text
     assert "Runs of other programs" in text() and "Vocabularies differ" in text() and "finished: the validation loss no longer fell" in text()
-    bits, loss = until(lambda: script(browser, LINES))
+    bits, loss = until(lambda: [len(line["name"]) for line in script(browser, LINES)] == [6, 8] and script(browser, LINES))
     assert len(bits["name"]) == 6 and len(loss["name"]) == 8 and set(loss["dash"]) == {"solid", "7 3"}
     legends = "return [...document.querySelectorAll('.legend')].map(l => l.querySelectorAll('span').length)"
     assert script(browser, legends) == [6, 8] and script(browser, MARKS)[0] == ["token frequencies 4.00", "gzip 2.01, xz 2.00"]
@@ -863,6 +874,8 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     assert script(browser, "return [...document.getElementById('knob-optimizer').options].map(o => o.value)") == ["muon", "adamw"]
     script(browser, "const e = document.getElementById('knob-optimizer'); e.value = 'adamw'; e.dispatchEvent(new Event('change'))")
     until(lambda: "--optimizer=adamw" in text())
+    browser.find_element("id", "knob-data").send_keys("\b" * 9 + "ou")
+    until(lambda: "out/" in script(browser, "return [...document.getElementById('knob-data').list.options].map(o => o.value)"))
     script(browser, "document.getElementById('language').click()")
     until(lambda: script(browser, "return document.documentElement.lang") == "zh")
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True})
@@ -1046,7 +1059,7 @@ def test_open_streams_do_not_block_their_user_and_strangers_close_none(tmp_path)
 
 def odd_files(folder):
     """Make runs with a pipe, a device or a link loop in place of a file."""
-    for name in "config.json", "log.jsonl", "evaluation.json", "wandb.json", "trainer.json", "model.gguf", "notes":
+    for name in "config.json", "log.jsonl", "evaluation.json", "result.json", "wandb.json", "trainer.json", "model.gguf", "notes":
         for kind in "pipe", "device", "link":
             run = folder / f"{name} {kind}"
             write_run(run, rows=3)
@@ -1069,7 +1082,7 @@ def test_pipes_devices_and_link_loops_do_not_block_the_page(tmp_path):
     odd_files(tmp_path / "out").close()
     since, page = time.monotonic(), Page(tmp_path)
     found = {run["name"]: run for run in page.get("/api/runs")["runs"]}
-    assert found["out/plain"]["rows"] == 3 and not found["out/plain"]["odd"] and len(found) == 23
+    assert found["out/plain"]["rows"] == 3 and not found["out/plain"]["odd"] and len(found) == 26
     for name, run in found.items():
         asked = page.ask(f"/api/run?{urlencode({'run': name})}")
         assert asked[0] == 200, asked
