@@ -271,7 +271,7 @@ export class Chart {
       x_scale: make(logx ? "LogScale" : "LinearScale"),
       y_scale: make(logy ? "LogScale" : "LinearScale"),
       sizing_mode: "stretch_both", toolbar_location: null, min_border: 4,
-      outline_line_color: null })
+      background_fill_color: null, border_fill_color: null, outline_line_color: null })
     this.axes = []
     const addAxis = (side, isLog, range, attributes) => {
       const axis = make(isLog ? "LogAxis" : "LinearAxis", {
@@ -295,9 +295,7 @@ export class Chart {
 
   /** Set the colours of the plot to those of the page. */
   paint() {
-    const [card, soft, line, grid] =
-      ["card", "soft", "line", "grid"].map(name => resolved(`var(--${name})`))
-    this.plot.setv({ background_fill_color: card, border_fill_color: card })
+    const [soft, line, grid] = ["soft", "line", "grid"].map(name => resolved(`var(--${name})`))
     this.rule.setv({ line_color: { value: soft } })
     this.labels.setv({ text_color: { value: soft } })
     for (const [axis, lines] of this.axes) {

@@ -846,8 +846,8 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     light = script(browser, LINES)
     browser.find_element("id", "theme").click()
     until(lambda: script(browser, LINES)[0]["color"] != light[0]["color"])
-    ends = PLOTS + "return plots.map(p => [p.x_range.start, p.x_range.end, p.background_fill_color])"
-    assert script(browser, ends) == [[1e4, 2e4, "#171c23"]] * 2
+    ends = PLOTS + "return plots.map(p => [p.x_range.start, p.x_range.end, p.left[0].axis_line_color])"
+    assert script(browser, ends) == [[1e4, 2e4, "#2c343d"]] * 2
     assert [line["name"] for line in script(browser, LINES)] == [line["name"] for line in light]
     script(browser, "location.hash = '#runs?charts=perf%2Ftokens_per_sec'")
     until(lambda: script(browser, TICKS) == [[5000, 10000, 20000, 50000]])
