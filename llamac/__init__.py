@@ -1,7 +1,16 @@
 """
-The C library in Python: runtime/llamac.h through ctypes. `make lib` builds libllamac.so.
+The C library in Python: runtime/llamac.h through ctypes. `pip install .` compiles it into the
+package; in a checkout, `make lib` makes it.
 
     model = llamac.Model("out/demo/model.gguf")
+    for text in model.generate("Once upon a time", max_tokens=100, temperature=0.8, seed=1):
+        print(text, end="", flush=True)
+    texts = model.generate_batch(["One day", "Lily had"], temperature=0)
+    answer = "".join(model.chat([{"role": "user", "content": "Who are you?"}]))
+    tokens, logits, embedding = model.encode("One"), model.logits("One"), model.embed("One")
+
+With sequences and samplers of one's own:
+
     engine = llamac.Engine(model)
     sequence = llamac.Sequence(engine)
     sampler = llamac.Sampler(temperature=0.8, topp=0.9, state=1)
@@ -23,25 +32,43 @@ The library's errors are raised as Error. Model's encode methods return arrays i
 memory, which is freed with the last reference to the array; all other arrays are copies. Threads
 may share a model and an engine; the calls of an engine run one at a time.
 """
+from __future__ import annotations
+
 import contextlib
+import copy
 import ctypes
 import functools
 import operator
+import random
+import re
 import signal
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from ctypes import (CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64,
                     c_void_p)
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from llamac.logs import runs  # noqa: F401 (the interface)
-from llamac.text import Continuation, common_prefix, generate  # noqa: F401
+from llamac.logs import Runs, runs
+from llamac.text import CHUNK, Continuation, common_prefix, generate
 
-# Paths where library() looks for the library.
-PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[:2]]
+__all__ = ["Continuation", "Engine", "Error", "Grammar", "Info", "Model", "OutOfMemory", "Part",
+           "Runs", "Sampler", "Sequence", "common_prefix", "generate", "runs"]
+
+Tokens = NDArray[np.int32]      # (n,)
+Floats = NDArray[np.float32]
+Stop = str | Iterable[str]      # texts that end a text
+Pooling = Literal["mean", "last"]
+
+# Paths where library() looks for the library: in the installed package, then in the checkout.
+NAME = "llamac.dll" if sys.platform == "win32" else "libllamac.so"
+PATHS = [folder / NAME for folder in Path(__file__).resolve().parents[:2]]
 
 
 class Error(RuntimeError):
@@ -69,13 +96,22 @@ class Sampler(ctypes.Structure):
     or penalty of 0 is off. With temperature 0, the most likely token is drawn. state: set it to the
     seed of the random generator; each draw changes it.
     """
+    temperature: float
+    topp: float
+    state: int
+    topk: int
+    minp: float
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_tokens: int
     _fields_ = [("temperature", c_float), ("topp", c_float), ("state", c_uint64), ("topk", c_int),
                 ("minp", c_float), ("repeat_penalty", c_float), ("frequency_penalty", c_float),
                 ("presence_penalty", c_float), ("penalty_tokens", c_int),
                 ("bias_tokens", POINTER(c_int)), ("biases", POINTER(c_float)), ("n_biases", c_int),
                 ("allowed", c_void_p)]
 
-    def set_biases(self, biases):
+    def set_biases(self, biases: Mapping[int, float]) -> None:
         """Set the biases that are added to the logits: {token: bias}. -inf excludes a token."""
         tokens = [c_integer("a token", token) for token in biases]
         self.bias_tokens = (c_int * len(tokens))(*tokens)
@@ -85,6 +121,18 @@ class Sampler(ctypes.Structure):
 
 class Info(ctypes.Structure):
     """llamac_info: the header of a model file. bos, eos, eot: token ids, -1 if there is none."""
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    has_tokenizer: bool
+    add_bos: bool
+    bos: int
+    eos: int
+    eot: int
     _fields_ = [(name, c_int) for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads",
                                            "vocab_size", "seq_len")]
     _fields_ += [("has_tokenizer", c_bool), ("add_bos", c_bool)]
@@ -162,7 +210,8 @@ def library():
             function.restype, function.argtypes = result, arguments
             setattr(loaded, f"llamac_{name}", function)
     except (OSError, AttributeError) as e:
-        raise Error(f"{path} cannot be used ({e}); make it with: make lib") from e
+        raise Error(f"{path} cannot be used ({e}); install the package again, or in a checkout "
+                    "make it with: make lib") from e
     return loaded
 
 
@@ -235,6 +284,13 @@ def utf8(text):
     return data, len(data)
 
 
+class ModelMemory:
+    """A model of the library, closed with the last reference to this. source: what it maps."""
+
+    def __init__(self, pointer, source):
+        self.pointer = owned(self, "llamac_close", pointer, source)
+
+
 class Model:
     """
     A model and its tokenizer. source: the path of a model file, which stays mapped into memory, or
@@ -243,7 +299,9 @@ class Model:
     info: an Info, with vocab_size, seq_len, bos and more.
     """
 
-    def __init__(self, source):
+    info: Info
+
+    def __init__(self, source: str | Path | bytes) -> None:
         try:
             if isinstance(source, bytes):
                 pointer = call("open_memory", source, len(source), 0)  # 0: no flags
@@ -252,17 +310,21 @@ class Model:
         except Error as e:
             if isinstance(source, bytes):
                 raise
-            raise Error(f"{source}: {e}") from None  # also in place of an OutOfMemory
-        self.pointer = owned(self, "llamac_close", pointer, source)
+            # The library names the file in ASCII, up to a length. Name it in full instead.
+            cut = re.sub("[^ -~]", "?", bytes(Path(source)).decode("latin-1"))[:200]
+            message = str(e).removeprefix(f"{cut}: ")
+            raise Error(f"{source}: {message}") from None  # also in place of an OutOfMemory
+        self.memory, self.pointer = ModelMemory(pointer, source), pointer
         self.info, self.decoded = Info(), {}  # decoded: {token: bytes}, the cache of decode_next
+        self.has_template = False  # whether a chat template was chosen
         library().llamac_describe_sized(self.pointer, byref(self.info), ctypes.sizeof(Info))
 
-    def encode(self, text, bos=None):
+    def encode(self, text: str, bos: bool | None = None) -> Tokens:
         """Return the tokens of a str. bos: begin with BOS; None: only if the model expects it."""
         bos = self.info.add_bos if bos is None else bos
         return encoded("encode", self.pointer, *utf8(text), bos)
 
-    def decode(self, tokens, previous=None):
+    def decode(self, tokens: ArrayLike, previous: int | None = None) -> bytes:
         """
         Return the text of tokens as bytes, which may begin or end within a UTF-8 character.
         previous: the token before them; None: BOS.
@@ -278,7 +340,7 @@ class Model:
             previous = token
         return b"".join(parts)
 
-    def decode_next(self, token, previous):
+    def decode_next(self, token: int, previous: int) -> bytes:
         """
         Return decode([token], previous), from a cache if possible. previous: a token, not None.
         The bytes are the same after every token but BOS, after which some tokenizers drop a space.
@@ -290,15 +352,16 @@ class Model:
             data = self.decoded[token] = self.decode([token], previous)
         return data
 
-    def use_template(self, name=None):
+    def use_template(self, name: str | None = None) -> None:
         """
         Choose the chat template by its name: chatml, llama3, llama3.1, zephyr, llama2, mistral-v0,
         mistral-v1, mistral-v3, mistral-v3-tekken, phi3 or phi4-mini; None: the one in the file.
         Call this before the model is used for anything else.
         """
         call("use_template", self.pointer, name and name.encode())
+        self.has_template = True
 
-    def encode_turn(self, text, first=True, system=None):
+    def encode_turn(self, text: str, first: bool = True, system: str | None = None) -> Tokens:
         """
         Return the tokens of a user's turn, up to the place where the answer begins.
 
@@ -310,13 +373,108 @@ class Model:
             raise Error("the system prompt holds a zero byte, which would end it in C")
         return encoded("encode_turn", self.pointer, first, system, *utf8(text))
 
-    def encode_answer(self, text):
+    def encode_answer(self, text: str) -> Tokens:
         """Return the tokens of an earlier answer. The next encode_turn adds its end marker."""
         return encoded("encode_answer", self.pointer, *utf8(text))
 
-    def ends(self, token):
+    def encode_chat(self, messages: Iterable[Mapping[str, str]]) -> Tokens:
+        """
+        Return the tokens of a conversation up to its next answer. messages: [{"role", "content"}]
+        as OpenAI's API has them: "system" first if at all, then "user" and "assistant" in turn, the
+        user last. Chooses the template in the model file if use_template() was not called.
+        """
+        turns = [(message["role"], message["content"]) for message in messages]
+        roles, system = [role for role, _ in turns], None
+        if roles[:1] == ["system"]:
+            (_, system), *turns = turns
+        if roles[-len(turns):] != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+            raise Error(f"messages of the roles {roles}, expected a system message if any, then "
+                        "user and assistant in turn, the user last")
+        if not self.has_template:
+            self.use_template()
+        parts = []
+        for i, (role, text) in enumerate(turns):
+            is_answer = role == "assistant"
+            parts.append(self.encode_answer(text) if is_answer else
+                         self.encode_turn(text, i == 0, system))
+        return np.concatenate(parts)
+
+    def ends(self, token: int) -> bool:
         """Return whether a token ends a text, or an answer in the chat template in use."""
         return library().llamac_ends(self.pointer, c_integer("a token", token))
+
+    # ---- with an engine of its own
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """
+        The Engine of the methods below, started by the first of them. For other options, set it
+        first: model.engine = llamac.Engine(model, threads=2).
+        """
+        # The engine has a copy of this object: a cycle of references would keep their memory.
+        return Engine(copy.copy(self))
+
+    def generate(self, prompt: str, max_tokens: int | None = 256, stop: Stop = (),
+                 seed: int | None = None, **sampling: Any) -> Iterator[str]:
+        """
+        Return an iterator of the text that follows a prompt, in parts as soon as they are certain,
+        up to the model's end of text, a text of `stop` (it is cut off) or max_tokens.
+
+        max_tokens: None: no limit; the context slides. seed: the same seed returns the same text;
+        None: a random one. sampling: other fields of Sampler; temperature is 1 and topp 0.9 by
+        default, as in the program run.
+        """
+        return self.start_text(self.encode_prompt(prompt), max_tokens, stop, seed, sampling).run()
+
+    def generate_batch(self, prompts: Iterable[str], max_tokens: int | None = 256, stop: Stop = (),
+                       seed: int | None = None, **sampling: Any) -> list[str]:
+        """
+        Return the texts that follow several prompts, which the engine computes together. Arguments
+        as in generate(); text i has the seed seed + i.
+        """
+        seed = random.getrandbits(63) if seed is None else seed
+        texts = [self.start_text(self.encode_prompt(prompt), max_tokens, stop, seed + i, sampling)
+                 for i, prompt in enumerate(prompts)]
+        found = [[] for _ in texts]
+        while running := [i for i, text in enumerate(texts) if not text.reason]:
+            self.engine.evaluate([texts[i].part(CHUNK) for i in running])
+            for i in running:
+                if texts[i].ready:
+                    found[i].append(texts[i].advance()[0])
+        return list(map("".join, found))
+
+    def chat(self, messages: Iterable[Mapping[str, str]], max_tokens: int | None = 256,
+             stop: Stop = (), seed: int | None = None, **sampling: Any) -> Iterator[str]:
+        """
+        Return an iterator of the answer to a conversation, in parts as soon as they are certain.
+        messages: as in encode_chat(); other arguments: as in generate().
+        """
+        return self.start_text(self.encode_chat(messages), max_tokens, stop, seed, sampling).run()
+
+    def logits(self, text: str | ArrayLike) -> Floats:
+        """Return the logits after each token of a text: (n, vocab_size) float32. text: or tokens"""
+        tokens = self.encode_prompt(text) if isinstance(text, str) else token_array(text)
+        self.engine.evaluate([Part(Sequence(self.engine), tokens, logits="all")])
+        return np.stack([self.engine.logits(i) for i in range(len(tokens))])
+
+    def embed(self, text: Any, pooling: Pooling = "mean") -> Any:
+        """Return the embedding of a text, or a list of those of texts, as Engine.embed does."""
+        return self.engine.embed(text, pooling)
+
+    def encode_prompt(self, text):
+        """Return the tokens of a text to continue. If it is empty, they are BOS."""
+        return self.encode(text, bos=None if text else True)
+
+    def start_text(self, tokens, max_tokens, stop, seed, sampling):
+        """Return the Continuation of tokens, in a new sequence; arguments as in generate()."""
+        seed = random.getrandbits(63) if seed is None else operator.index(seed)
+        known = [name for name, _ in Sampler._fields_]
+        if unknown := [name for name in sampling if name not in known]:  # ctypes accepts any name
+            raise Error(f"{unknown[0]}: a sampler has no such field, expected one of: "
+                        + ", ".join(known))
+        sampler = Sampler(**{"temperature": 1, "topp": 0.9, "state": seed} | sampling)
+        stop = [stop] if isinstance(stop, str) else stop
+        return Continuation(Sequence(self.engine), tokens, sampler, max_tokens, stop)
 
 
 class Callbacks:
@@ -409,8 +567,15 @@ class Engine:
     the engine stops and raises it. If either of them is given, Ctrl-C stops a call too.
     """
 
-    def __init__(self, model, positions=0, threads=0, no_copy=False, sample_only=False,
-                 device=None, kv_bits=0, isa=None, progress=None, abort=None):
+    model: Model
+    positions: int
+    threads: int
+    note: str
+
+    def __init__(self, model: Model, positions: int = 0, threads: int = 0, no_copy: bool = False,
+                 sample_only: bool = False, device: str | None = None, kv_bits: int = 0,
+                 isa: str | None = None, progress: Callable[[float], Any] | None = None,
+                 abort: Callable[[], Any] | None = None) -> None:
         self.callbacks = Callbacks(progress, abort)
         options = Options(positions=c_integer("positions", positions),
                           n_threads=c_integer("threads", threads),
@@ -446,7 +611,7 @@ class Engine:
             finally:
                 self.lock_owner = None
 
-    def evaluate(self, parts):
+    def evaluate(self, parts: Iterable[Part]) -> None:
         """
         Evaluate Parts of any of the engine's sequences in one call. If it fails, it adds no token,
         but tokens of the sequences that Parts were to replace may already be dropped.
@@ -470,7 +635,8 @@ class Engine:
             call("evaluate_sized", self.pointer, batch.ctypes.data, len(batch),
                  BATCH_TOKEN.itemsize)
 
-    def sample_batch(self, sequences, samplers):
+    def sample_batch(self, sequences: SequenceOf[Sequence],
+                     samplers: SequenceOf[Sampler]) -> list[int | Error]:
         """
         Return a list of the next token of each sequence. samplers[i] draws that of sequences[i], as
         in Sequence.sample. Where this fails, the list has the Error in place of the token. One call
@@ -496,7 +662,7 @@ class Engine:
                         found[i] = e
             return found
 
-    def load(self, path):
+    def load(self, path: str | Path) -> Sequence:
         """
         Return the sequence that Sequence.save wrote to a file. Its keys and values are read from
         there, not computed again. It has no logits until a token is evaluated.
@@ -506,7 +672,7 @@ class Engine:
             sequence.adopt(self, call("sequence_load", self.pointer, bytes(Path(path))))
         return sequence
 
-    def embed(self, text, pooling="mean"):
+    def embed(self, text: Any, pooling: Pooling = "mean") -> Any:
         """
         Return the embedding of a text: (dim,) float32; for a list of texts, a list of embeddings.
         text: a str, its tokens, or a list of these.
@@ -528,7 +694,7 @@ class Engine:
                  embedding.ctypes.data)
         return embedding
 
-    def logits(self, i):
+    def logits(self, i: int) -> Floats:
         """
         Return the logits of a token of the latest call that evaluated tokens: (vocab_size,)
         float32. i: index of the token among those of all Parts of the call.
@@ -537,7 +703,7 @@ class Engine:
             return copied_logits(library().llamac_batch_logits(self.pointer, c_integer("i", i)),
                                  self.model)
 
-    def sample(self, i, sampler):
+    def sample(self, i: int, sampler: Sampler) -> int:
         """
         Return a token to follow token i, an index as in logits(), drawn from the logits of token i.
         Penalties apply to the tokens of its sequence up to token i.
@@ -550,7 +716,9 @@ class Engine:
 class Sequence:
     """The tokens of a text and their KV cache in an engine. len() is the number of tokens."""
 
-    def __init__(self, engine):
+    engine: Engine
+
+    def __init__(self, engine: Engine) -> None:
         with engine.using():
             self.adopt(engine, call("sequence_new", engine.pointer))
 
@@ -560,14 +728,14 @@ class Sequence:
         self.finalizer = weakref.finalize(self, drop_sequence, engine, pointer)
         self.finalizer.atexit = False  # as in owned()
 
-    def copy(self, n):
+    def copy(self, n: int) -> Sequence:
         """Return a new sequence with the first n tokens of this one. Both share their memory."""
         copy = object.__new__(Sequence)
         with self.engine.using():
             copy.adopt(self.engine, call("sequence_copy", self.pointer, c_integer("n", n)))
         return copy
 
-    def free(self):
+    def free(self) -> None:
         """
         Free the memory now. After that, the sequence has no tokens, free() has no effect, and other
         methods raise Error.
@@ -579,12 +747,12 @@ class Sequence:
                 pointer, self.pointer = self.pointer, None
                 library().llamac_sequence_free(pointer)
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         """Drop all tokens but the first n."""
         with self.engine.using():
             call("sequence_truncate", self.pointer, c_integer("n", n))
 
-    def save(self, path):
+    def save(self, path: str | Path) -> None:
         """
         Save the tokens and their keys and values to a file, for Engine.load. This overwrites a file
         that save() has written, and raises Error if `path` is anything else that exists.
@@ -592,14 +760,14 @@ class Sequence:
         with self.engine.using():
             call("sequence_save", self.pointer, bytes(Path(path)))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return library().llamac_sequence_length(self.pointer)
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return True  # an empty sequence is still a sequence
 
     @property
-    def tokens(self):
+    def tokens(self) -> Tokens:
         """The tokens: (n,) int32, a copy."""
         with self.engine.using():
             address = library().llamac_sequence_tokens(self.pointer)
@@ -608,14 +776,14 @@ class Sequence:
                 return np.empty(0, np.int32)
             return np.ctypeslib.as_array((c_int * size).from_address(address)).copy()
 
-    def forward(self, tokens, pos):
+    def forward(self, tokens: ArrayLike, pos: int) -> None:
         """Evaluate tokens at positions pos, pos + 1, ... after dropping the tokens from pos on."""
         tokens, pos = token_array(tokens), c_integer("the position", pos)
         with self.engine.using():
             call("forward", self.pointer, tokens.ctypes.data, tokens.size, pos)
 
     @property
-    def logits(self):
+    def logits(self) -> Floats:
         """
         The logits of the sequence's latest token that has any: (vocab_size,) float32, a copy. The
         engine discards them when it evaluates again.
@@ -623,7 +791,7 @@ class Sequence:
         with self.engine.using():
             return copied_logits(library().llamac_logits(self.pointer), self.engine.model)
 
-    def sample(self, sampler):
+    def sample(self, sampler: Sampler) -> int:
         """Return a next token, drawn from the logits of the latest token that has any."""
         with self.engine.using():
             return call("sample_sized", self.pointer, byref(sampler), ctypes.sizeof(sampler))
@@ -635,11 +803,11 @@ class Grammar:
     it to Continuation or generate(). It follows one text at a time; reset() begins the next one.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Model) -> None:
         pointer = call("grammar_json", model.pointer, True)  # True: an object, not any value
-        self.pointer = owned(self, "llamac_grammar_free", pointer, model)
+        self.pointer = owned(self, "llamac_grammar_free", pointer, model.memory)
 
-    def copy(self):
+    def copy(self) -> Grammar:
         """
         Return a grammar for another text. It shares the tables of this one: to compute them takes
         tens of milliseconds for a large vocabulary.
@@ -649,23 +817,23 @@ class Grammar:
         copy.pointer = owned(copy, "llamac_grammar_free", pointer, self)
         return copy
 
-    def reset(self):
+    def reset(self) -> None:
         """Begin a new text."""
         library().llamac_grammar_reset(self.pointer)
 
-    def allowed(self, left):
+    def allowed(self, left: int) -> int:
         """
         Return the address of a mask for Sampler.allowed. A token is allowed if the text can still
         be completed with `left` more tokens, this one included.
         """
         return library().llamac_grammar_allowed(self.pointer, c_integer("left", left))
 
-    def accept(self, token):
+    def accept(self, token: int) -> bool:
         """Append a token if it is allowed. Return whether it is."""
         return library().llamac_grammar_accept(self.pointer, c_integer("a token", token))
 
     @property
-    def complete(self):
+    def complete(self) -> bool:
         """Whether the text is a complete JSON object."""
         return library().llamac_grammar_complete(self.pointer)
 
@@ -679,9 +847,9 @@ class Part(NamedTuple):
     logits: compute the logits of the "last" token, of "all" tokens or of "none".
     """
     sequence: Sequence
-    tokens: object
+    tokens: ArrayLike
     position: int | None = None
-    logits: str = "last"
+    logits: Literal["last", "all", "none"] = "last"
 
 
 def copied_logits(address, model):

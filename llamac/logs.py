@@ -5,9 +5,16 @@ The logs of trainings as plain lists and dicts, for pandas, a notebook or a prog
         print(row["run"], row["tokens"], row["loss/val"])
     pandas.DataFrame(llamac.runs("out/a", "out/b").results())
 """
+from __future__ import annotations
+
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import llamac
+
+Row = dict[str, Any]
 
 
 class Runs:
@@ -16,17 +23,17 @@ class Runs:
     def __init__(self, found):
         self.found = found
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.found)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.found)
 
-    def settings(self):
+    def settings(self) -> list[Row]:
         """Return [{"run": name, setting: value}], one for each run."""
         return [{"run": run.name, **run.config} for run in self.found]
 
-    def results(self):
+    def results(self) -> list[Row]:
         """
         Return [{"run": name, "seed": seed or None, metric: value}], one for each run: the best
         value of a validation loss, the last one of any other metric; also compare.py's columns,
@@ -34,7 +41,7 @@ class Runs:
         """
         return [{"run": run.name, "seed": run.seed, **run.results()} for run in self.found]
 
-    def rows(self, *metrics):
+    def rows(self, *metrics: str) -> list[Row]:
         """
         Return [{"run": name, "iter": step, "tokens": tokens so far, "seconds": since the first row,
         without pauses, metric: value}], one for each logged row that has one of these metrics; no
@@ -61,14 +68,18 @@ def whole(value):
     return int(value) if value is not None and value.is_integer() else value
 
 
-def runs(*folders):
+def runs(*folders: str | Path) -> Runs:
     """
     Return the Runs in these folders, by default in out. A run is an out folder of train.py or
     track.py, or a folder of the W&B client; any other folder stands for the runs in it. A folder
     without a run that can be read is left out; raises Error if there is no run.
     """
     hook = sys.excepthook
-    from engine.tracking.runs import read_run, run_folders  # here: the library needs numpy alone
+    try:  # here: the library needs numpy alone
+        from engine.tracking.runs import read_run, run_folders
+    except ModuleNotFoundError as e:
+        raise llamac.Error(f"there is no package {e.name}, which reads logs; call this from the "
+                           "trainer's folder, or put that into PYTHONPATH") from None
     sys.excepthook = hook  # the program is the caller's, not one of the project's commands
     found, problems = [], []
     for folder in run_folders(folders or ["out"]):

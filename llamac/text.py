@@ -1,12 +1,18 @@
 """Text from a model as it is generated, up to a stop text, in a context that slides when full."""
+from __future__ import annotations
+
 import codecs
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 import llamac
 
 CHUNK = 64  # tokens of a prompt that are evaluated in one call
 NO_LIMIT = (1 << 31) - 1  # tokens that are left for a text without max_tokens
+Step = tuple[str, list[dict[str, Any]], int, str | None]  # what Continuation.advance() returns
 
 
 class TextStream:
@@ -64,7 +70,7 @@ def token_details(model, logits, previous, token, count):
     return describe(token) | {"top_logprobs": [describe(t) for t in likeliest]}
 
 
-def common_prefix(one, other):
+def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """Return how many tokens at the beginning of two arrays of tokens are the same."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])
@@ -89,8 +95,11 @@ class Continuation:
     ready: whether part() has returned all tokens. After their evaluation, call advance().
     """
 
-    def __init__(self, sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None,
-                 grammar=None):
+    reason: str | None
+
+    def __init__(self, sequence: llamac.Sequence, tokens: ArrayLike, sampler: llamac.Sampler,
+                 max_tokens: int | None = None, stop: Iterable[str] = (),
+                 top_logprobs: int | None = None, grammar: llamac.Grammar | None = None) -> None:
         if max_tokens is not None and llamac.c_integer("max_tokens", max_tokens) < 0:
             raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no "
                                "limit")
@@ -112,20 +121,20 @@ class Continuation:
         self.slide()
 
     @property
-    def ready(self):
+    def ready(self) -> bool:
         return not len(self.pending)
 
     @property
-    def n_pending(self):
+    def n_pending(self) -> int:
         """Number of tokens that are still to be evaluated."""
         return len(self.pending)
 
-    def suspend(self):
+    def suspend(self) -> None:
         """Free the sequence. resume() goes on with the same text, in another sequence."""
         self.pending = np.concatenate([self.sequence.tokens, self.pending])
         self.sequence.free()
 
-    def resume(self, sequence):
+    def resume(self, sequence: llamac.Sequence) -> None:
         """
         Use another sequence for the text, all of whose tokens are pending. Those with which the
         sequence begins are no longer pending; the other tokens of the sequence are dropped.
@@ -148,22 +157,22 @@ class Continuation:
         self.pending = np.append(tokens[:1], tokens[1 - half:]) if half > 1 else self.pending[-1:]
         self.sequence.truncate(0)
 
-    def part(self, max_tokens):
+    def part(self, max_tokens: int) -> llamac.Part:
         """Return the next Part to evaluate, of up to max_tokens tokens."""
         tokens, self.pending = self.pending[:max_tokens], self.pending[max_tokens:]
         return llamac.Part(self.sequence, tokens, logits="none" if len(self.pending) else "last")
 
-    def take_back(self, part):
+    def take_back(self, part: llamac.Part) -> None:
         """Make the tokens of the latest Part, whose evaluation has failed, pending again."""
         self.pending = np.concatenate([part.tokens, self.pending])
 
-    def prepare(self):
+    def prepare(self) -> None:
         """Let the sampler draw only tokens that the grammar allows next."""
         if self.grammar:
             left = NO_LIMIT if self.max_tokens is None else self.max_tokens - self.count
             self.sampler.allowed = self.grammar.allowed(left)
 
-    def advance(self, token=None):
+    def advance(self, token: int | None = None) -> Step:
         """
         Append the next token. Return (text, details, count, reason).
 
@@ -199,6 +208,17 @@ class Continuation:
         certain = self.certain_details() if self.details else []
         return text, certain, self.count, self.reason
 
+    def run(self) -> Iterator[str]:
+        """Return an iterator of the text in the parts that advance() returns, up to its end."""
+        return (text for text, *_ in self.advance_to_end())
+
+    def advance_to_end(self) -> Iterator[Step]:
+        """Evaluate and yield what advance() returns, until the text ends."""
+        while not self.reason:
+            self.sequence.engine.evaluate([self.part(CHUNK)])
+            if self.ready:
+                yield self.advance()
+
     def certain_details(self):
         """Remove and return the details of the tokens in the text that is certain."""
         # A token is in the certain text if its first character is. At the end of the text, all
@@ -209,7 +229,10 @@ class Continuation:
         return certain
 
 
-def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None, grammar=None):
+def generate(sequence: llamac.Sequence, tokens: ArrayLike, sampler: llamac.Sampler,
+             max_tokens: int | None = None, stop: Iterable[str] = (),
+             top_logprobs: int | None = None,
+             grammar: llamac.Grammar | None = None) -> Iterator[Step]:
     """
     Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
     max_tokens are generated.
@@ -221,7 +244,4 @@ def generate(sequence, tokens, sampler, max_tokens=None, stop=(), top_logprobs=N
     grammar: a Grammar that the text obeys.
     """
     continuation = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs, grammar)
-    while not continuation.reason:
-        sequence.engine.evaluate([continuation.part(CHUNK)])
-        if continuation.ready:
-            yield continuation.advance()
+    yield from continuation.advance_to_end()
