@@ -37,6 +37,7 @@ NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewh
 # holds integers below 2^53 exactly.
 RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),
           float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
+POSIX_MODULES = ("fcntl", "resource", "termios")  # of Python, but not on Windows
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -63,6 +64,8 @@ def end(kind, error, trace):
     Report an uncaught exception, as sys.excepthook. A missing package, Ctrl-C, a pipe whose reader
     is gone and a full disk behind stdout are reported without a traceback.
     """
+    if kind is ModuleNotFoundError and error.name in POSIX_MODULES:
+        fail(f"{Path(sys.argv[0]).name} {needs_posix(error.name)}")
     if kind is ModuleNotFoundError and error.name:
         fail(f"{sys.executable} has no package {error.name}; {missing(error.name)}")
     if kind is KeyboardInterrupt:
@@ -76,22 +79,28 @@ def end(kind, error, trace):
     print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
 
 
-if sys.platform == "win32":
-    fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for "
-         "Linux")
 open_streams()
 sys.excepthook = end
+
+
+def needs_posix(what):
+    """Return in words that a program does not run on Windows, which lacks `what`."""
+    return (f"needs Linux or macOS, because Windows lacks {what}; train.py and what it writes work "
+            "there, and this in WSL, the Windows Subsystem for Linux")
 
 
 def missing(package):
     """Return in words how to get a package that is not installed."""
     home = Path(__file__).absolute().parent / ".venv"
     folder = home.relative_to(Path.cwd()) if home.is_relative_to(Path.cwd()) else home
+    python, activate = folder / "bin/python", f"source {folder}/bin/activate"
+    if sys.platform == "win32":
+        python, activate = folder / "Scripts/python", folder / "Scripts/activate"
     if Path(sys.prefix).resolve() == home.resolve():
-        return f"install it: {folder}/bin/python -m pip install {package}"
+        return f"install it: {python} -m pip install {package}"
     if home.exists():
-        return (f"use the project's: {folder}/bin/python {' '.join(sys.argv)}, or activate it "
-                f"first: source {folder}/bin/activate")
+        return (f"use the project's: {python} {' '.join(sys.argv)}, or activate it first: "
+                f"{activate}")
     return ("make demo sets up an environment, .venv, that has all; or here: pip install -r "
             "requirements.txt")
 

@@ -26,10 +26,11 @@ import signal
 import sys
 from pathlib import Path
 
-from configurator import BOOLS, fail  # first: it explains missing packages
+from configurator import BOOLS, fail, needs_posix  # first: it explains missing packages
 
 from engine import untrusted
 from engine.streams import ignore_closed_pipe, outlast, tell
+from engine.system import IS_WINDOWS
 from engine.tracking.anomalies import AnomalyDetector
 from engine.tracking.console import Parser
 from engine.tracking.destination import Session, new_run_id
@@ -157,6 +158,8 @@ def track_program(words):
     options, patterns = program_options(words[:split])
     if not command:
         fail("no program; expected: python track.py -- CMD ...")
+    if IS_WINDOWS:
+        fail(f"track.py -- CMD {needs_posix('signals to pass on to CMD')}")
     if shutil.which(command[0]) is None:
         fail(f"{command[0]}: not a program that can be started; check its path and permissions")
     parser = program_parser(patterns)
@@ -184,7 +187,7 @@ def end_by_signal(number):
     signal does not end it, exit with 128 + number.
     """
     with contextlib.suppress(OSError, ValueError):
-        import resource  # Windows lacks it, and configurator.py refuses Windows
+        import resource  # Windows lacks it
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError, ValueError):  # SIGKILL takes no handler
         signal.signal(number, signal.SIG_DFL)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from configurator import fail
+from engine.system import to_disk
 from engine.untrusted import open_untrusted
 
 
@@ -21,15 +22,6 @@ def refuse_impossible_paths(**paths):
             if isinstance(e, ValueError) or e.errno in (errno.ELOOP, errno.ENAMETOOLONG):
                 fail(f"--{name}={str(path)[:80]}: {getattr(e, 'strerror', e)}; "
                      "expected the path of a file or folder")
-
-
-def to_disk(path):
-    """Force a file, or a folder's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def publish(temporary, final):

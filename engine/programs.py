@@ -40,8 +40,9 @@ def passing_signals(children):
             child.send_signal(signum)
 
     handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        handled.append(signal.SIGHUP)
+    hangup = getattr(signal, "SIGHUP", None)  # Windows lacks it
+    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # nohup ignores it
+        handled.append(hangup)
     before = {signum: signal.signal(signum, stop) for signum in handled}
     try:
         yield received

@@ -175,6 +175,8 @@ def ignore_closed_pipe():
 
 def reader_exited(stream):
     """Return whether a stream is a pipe whose reader has exited; False if it has no file."""
+    if not hasattr(select, "poll"):  # on Windows, which has no way to find out
+        return False
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file
         poll.register(stream, 0)  # asks for no event: poll reports a closed end without being asked

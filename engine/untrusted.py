@@ -11,7 +11,7 @@ Every reader of such a file opens it here, parses its JSON here, and runs inside
     reading           turn any exception of a reader into one line: the file, the format, the reason
     reason            say in a few words why a file could not be read or written
 
-This module imports nothing of the project, so that configurator.py can use it too.
+This module imports only engine.system, so that configurator.py can use it too.
 """
 import contextlib
 import errno
@@ -22,6 +22,8 @@ import re
 import stat
 import zipfile
 from pathlib import Path
+
+from engine.system import READ
 
 MAX_SETTINGS = 1 << 20  # bytes of a file of settings: config.json, meta.json, a sweep
 MAX_JSON = 100 << 20    # bytes of other JSON, such as a tokenizer.json
@@ -47,8 +49,7 @@ def open_untrusted(path):
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise NotRegular(path)
-    # O_NONBLOCK: a pipe may have replaced the file since the check.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(path, READ)  # does not wait: a pipe may have replaced the file since the check
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise NotRegular(path)

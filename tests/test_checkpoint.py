@@ -417,7 +417,7 @@ def test_a_run_from_before_the_mark_goes_on(tmp_path, vocabulary):
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(run_folder.fcntl, "flock", none)
+    monkeypatch.setattr(run_folder.system, "lock", none)
     run_folder.claim(tmp_path)
     run_folder.release()
     assert "cannot be locked (No locks available)" in capsys.readouterr().out

@@ -616,19 +616,6 @@ def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
     assert "No space left on device; make room" in line
 
 
-@pytest.mark.parametrize("script", ["train", "data", "sample", "export", "evaluate", "compare", "sweep", "track"])
-def test_windows_is_told_what_is_supported(script, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(sys, "argv", [script])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for name in "fcntl", "resource", "termios", "pwd":
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in "configurator", "data", "track", "engine", "engine.training.checkpoint", "engine.training.distributed":
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    line = refused(capfd, lambda: runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__"))
-    assert "Linux and macOS" in line and "WSL" in line
-
-
 # ---- load ---------------------------------------------------------------------------------------------------------
 
 def damaged(folder, name, change):

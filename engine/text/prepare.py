@@ -24,6 +24,7 @@ from configurator import fail  # first: it reports missing packages
 
 from engine.files import publish, refuse_impossible_paths, write_atomic
 from engine.formats.chat_template import CHATML, Chat
+from engine.system import lock
 from engine.text import stories
 from engine.text.blocks import Unfit
 from engine.text.corpus import Conversations, changed_meanwhile, load_corpus, make_corpus
@@ -256,6 +257,7 @@ def build(job, folder):
             if source.stamps and source.stamps != file_stamps(source.files):
                 raise changed_meanwhile(source.text)
             write_atomic(partial / "meta.json", json.dumps(meta, indent=1))
+            del corpus  # Windows removes no file that is mapped
     except (Unfit, SystemExit):  # SystemExit: from fail()
         # Start over next time. An OSError or Ctrl-C keeps the folder, and the command continues it.
         shutil.rmtree(partial, ignore_errors=True)
@@ -306,14 +308,13 @@ def assemble(job, corpus, folder, tokenizer):
 @contextlib.contextmanager
 def locked(cache):
     """Let only one process at a time prepare data in this cache; others wait."""
-    import fcntl  # here: Windows lacks it, which configurator.py reports
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".lock", "a") as f:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(f)
         except BlockingIOError:
             print(f"waiting for another program, which prepares data in {cache}", flush=True)
-            fcntl.flock(f, fcntl.LOCK_EX)
+            lock(f, wait=True)
         yield
 
 

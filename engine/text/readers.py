@@ -16,6 +16,7 @@ import lzma
 import os
 import re
 import shlex
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -240,7 +241,10 @@ def read_any(path, copy, column, scan):
     elif in_lines and here.suffix != ".jsonl":
         # `scan` recognises lines of JSON by the suffix .jsonl alone: link that name to the file.
         here = Path(f"{copy}.jsonl")
-        os.symlink(path.resolve(), here)
+        try:
+            os.symlink(path.resolve(), here)
+        except OSError:  # Windows lets only some users make links
+            shutil.copyfile(path, here)
     try:
         found = scan(str(here))
     except NotUTF8 as e:

@@ -11,13 +11,13 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+from engine import system
 from engine.streams import tell
 from engine.tracking.destination import FINISH_SECONDS, Session
 from engine.tracking.redact import redact
@@ -144,7 +144,7 @@ def children(pid):
 def kill(pids):
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            system.kill(pid)
 
 
 def bytes_written(pids):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from configurator import fail
+from engine import system
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # values of the setting `dtype`
 # Dense peak TFLOP/s (no sparsity, float32 accumulation) as (bfloat16, float32), by a part of the
@@ -86,6 +87,8 @@ def keep_memory():
     tensors to the system, which then has to find and clear every page again.
     doc/lab/train_speed.md
     """
+    if system.IS_WINDOWS:
+        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(-4, 0)            # M_MMAP_MAX: take large blocks from the heap, too
@@ -105,15 +108,18 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
-        # Not imported at the top: Windows lacks it, and configurator.py's message must come first.
-        import resource
+        import resource  # here: Windows lacks it
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if system.IS_WINDOWS:
+        return system.process_memory()[1]
     # Linux's ru_maxrss may be that of the process that started this one.
     return status_bytes("VmHWM")
 
 
 def current_memory(device):
     """Return the approximate bytes that this process uses now."""
+    if system.IS_WINDOWS:
+        return system.process_memory()[0]
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")

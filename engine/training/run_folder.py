@@ -9,7 +9,6 @@ or overwritten, and only in a folder that a trainer has marked: all else belongs
 import atexit
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 from configurator import fail
+from engine import system
 from engine.training import checkpoint, distributed
 from engine.untrusted import read_json
 
@@ -84,20 +84,9 @@ def unfinished(out_dir):
     for name in OURS:
         for path in Path(out_dir).glob(f"{name}.*.tmp"):
             pid = path.name[len(name) + 1:-4]
-            if pid.isdecimal() and not is_running(int(pid)):
+            if pid.isdecimal() and not system.is_running(int(pid)):
                 found.append(path)
     return found
-
-
-def is_running(pid):
-    """Return whether a process with this id runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's process
-    return True
 
 
 def unused(name):
@@ -168,7 +157,7 @@ def take(out_dir):
         refuse_foreign(out_dir)
     except Refused:
         if is_new:
-            os.unlink(file.name)
+            system.remove_open(file)
         file.close()
         raise
     write_mark(file)
@@ -197,7 +186,7 @@ def lock(out_dir):
                                   f"file; remove the link, or choose another folder") from None
                 continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file)
         except BlockingIOError:
             with file:  # closes it
                 raise Refused(f"--out_dir={out_dir}: another process trains there"
@@ -231,11 +220,12 @@ def write_mark(file):
                        "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
     is_new = not os.fstat(file.fileno()).st_size
     try:
-        if os.pwrite(file.fileno(), text.encode().ljust(256), 0) < 256:
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        if os.write(file.fileno(), text.encode().ljust(256)) < 256:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
         if is_new:
-            os.unlink(file.name)
+            system.remove_open(file)
         raise
 
 
@@ -267,12 +257,14 @@ def tidy(out_dir):
     Remove, at exit, a folder that `claim` made, if it holds nothing except this process's mark: the
     run ended before it wrote anything.
     """
+    global held
     path = Path(out_dir, MARK)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if not held or os.listdir(out_dir) != [MARK]:
             return
         if json.loads(path.read_text(encoding="utf-8"))["pid"] == os.getpid():
-            path.unlink()
+            system.remove_open(held)
+            held = None
             os.rmdir(out_dir)
 
 

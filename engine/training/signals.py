@@ -4,10 +4,8 @@ Signals that stop a training, or ask it to save.
 import signal
 import time
 
+from engine.system import SAVE, STOPS
 from engine.training import distributed
-
-# Sent by the user or a job queue, by a terminal that closes, and at the limit of `ulimit -t`.
-STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 
 
 def on_stops(handler):
@@ -30,7 +28,8 @@ class Signals:
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
         on_stops(self.on_stop)
-        signal.signal(signal.SIGUSR1, self.on_save)
+        if SAVE:
+            signal.signal(SAVE, self.on_save)
 
     def on_stop(self, signum, frame):
         self.stop = True

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from engine.streams import tell
+from engine.system import IS_WINDOWS, SAVE
 from engine.training import signals
 
 
@@ -27,12 +28,13 @@ def supervise(*more):
     stopped, child = threading.Event(), None
 
     def pass_on(signum, frame):
-        if signum != signal.SIGUSR1:
+        if signum != SAVE:
             stopped.set()
-        if child:
+        # On Windows Ctrl-C reaches the child by itself, and a signal would end it.
+        if child and not IS_WINDOWS:
             child.send_signal(signum)
 
-    for signum in (signal.SIGINT, signal.SIGUSR1):
+    for signum in filter(None, (signal.SIGINT, SAVE)):
         signal.signal(signum, pass_on)
     signals.on_stops(pass_on)
     for attempt in range(MAX_RESTARTS + 1):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from engine.files import sha256, write_atomic
+from engine.system import IS_WINDOWS
 from engine.tracking.destination import FINISH_SECONDS, Destination, presentable, sync_command
 from engine.tracking.log import TABLES, convert_row, read_rows, rising_rows
 from engine.tracking.redact import redact
@@ -77,8 +78,9 @@ class Wandb(Destination):
                     "x_transaction_log_flush_interval": 1, "git_root": str(ROOT)}
         if trainer := self.session.trainer:
             settings |= {"console": "wrap", "finish_timeout": 0, "program": sys.argv[0],
-                         "x_stats_pid": trainer,  # record this process's use of CPU and memory
-                         "stop_fn": lambda: os.kill(trainer, signal.SIGINT)}  # stop button
+                         "x_stats_pid": trainer}  # record this process's use of CPU and memory
+            if not IS_WINDOWS:  # there a signal would end it before it has saved
+                settings["stop_fn"] = lambda: os.kill(trainer, signal.SIGINT)  # stop button
         # Settings given in code would override the user's, so leave those out.
         settings = {name: v for name, v in settings.items() if user_setting(name) is None}
         settings["git_remote_url"] = redact(user_setting("git_remote_url") or git_remote())

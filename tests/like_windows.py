@@ -1,0 +1,100 @@
+"""
+A program as on Windows, as far as Linux can show it: `python tests/like_windows.py PROGRAM ARGUMENTS`. The modules, functions and
+signals that Windows lacks are gone for the project's own code, and those that it has instead do by fcntl and /proc what Windows
+does. Python's own modules and torch stay those of Linux.
+"""
+import asyncio  # noqa: F401
+import concurrent.futures.process  # noqa: F401
+import ctypes
+import fcntl
+import os
+import runpy
+import select
+import signal
+import sys
+import types
+from pathlib import Path
+
+MODULES = ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "syslog")
+FUNCTIONS = ("fork", "forkpty", "getuid", "geteuid", "getgid", "getegid", "getpgid", "getpgrp", "setsid", "killpg", "nice", "pread", "pwrite",
+             "sched_getaffinity", "sysconf", "uname", "statvfs", "mkfifo", "getloadavg", "initgroups", "wait3", "wait4")
+FLAGS = ("O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_SYNC")
+SIGNALS = ("SIGHUP", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGSTOP", "SIGTSTP")
+real = types.SimpleNamespace(kill=os.kill, lockf=fcntl.lockf, unlink=os.unlink, open=os.open, isdir=os.path.isdir)
+
+
+def locking(handle, mode, size):
+    """msvcrt.locking: it locks bytes from the file's position on, for this process alone."""
+    try:
+        real.lockf(handle, fcntl_flags, size, os.lseek(handle, 0, os.SEEK_CUR))
+    except BlockingIOError as e:
+        raise PermissionError(13, "Permission denied") from e
+
+
+fcntl_flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+
+
+def kill(pid, number):
+    """os.kill: any signal but Ctrl-C ends the process."""
+    assert number == signal.SIGTERM, f"os.kill({pid}, {number})"
+    real.kill(pid, number)
+
+
+def without_open_files(path, *arguments, **options):
+    """os.unlink: refuses a file that this process has open."""
+    held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    if os.path.realpath(path) in held:
+        raise PermissionError(13, "it is open", str(path))
+    real.unlink(path, *arguments, **options)
+
+
+def open_files(path, flags, *arguments, **options):
+    """os.open: refuses folders."""
+    if real.isdir(path) and not options:  # shutil.rmtree opens folders by their parents here
+        raise PermissionError(13, "it is a folder", str(path))
+    return real.open(path, flags, *arguments, **options)
+
+
+class Kernel:
+    """The functions of kernel32.dll that are called. A process's handle is its id."""
+
+    def __init__(self, *arguments, **options):
+        def open_process(access, inherit, pid):
+            return pid.value if Path(f"/proc/{pid.value}").exists() else 0
+
+        def exit_code(process, code):
+            code._obj.value = 259  # it runs
+            return 1
+
+        def memory(process, counters, size):
+            assert size == 72
+            counters._obj.working_set, counters._obj.peak_working_set = 5 << 20, 6 << 20
+            return 1
+
+        self.OpenProcess, self.GetExitCodeProcess, self.K32GetProcessMemoryInfo = open_process, exit_code, memory
+        self.CloseHandle = lambda process: 1
+
+        def current():
+            return -1
+        self.GetCurrentProcess = current
+
+
+def become_windows():
+    """Take away what Windows lacks, and add what it has instead."""
+    for name in MODULES:
+        sys.modules[name] = None
+    for module, names in (os, FUNCTIONS + FLAGS), (signal, SIGNALS), (select, ("poll", "epoll")):
+        for name in names:
+            if hasattr(module, name):
+                delattr(module, name)
+    os.kill, os.unlink, os.open, os.O_BINARY = kill, without_open_files, open_files, 0
+    ctypes.WinDLL, ctypes.get_last_error = Kernel, lambda: 87
+    sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401 (it and what it imports stay as on Linux)
+    become_windows()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
