@@ -17,7 +17,6 @@ base's: a change of their defaults has no effect here. Exit code: 0 if there is 
 change failed, 130 after Ctrl-C.
 """
 import contextlib
-import fcntl
 import os
 import shlex
 import shutil
@@ -29,11 +28,12 @@ import time
 from json import dumps
 from pathlib import Path
 
-from configurator import configure, fail, options, source_knobs
+from configurator import configure, fail, needs_posix, options, source_knobs
 from engine.advice import advice
 from engine.files import to_disk
 from engine.programs import run_program
 from engine.streams import one_line, outlast, pad, width
+from engine.system import IS_WINDOWS, lock
 from engine.tracking.redact import HIDDEN, redact
 from engine.untrusted import MAX_JSON, parse_json, read_json
 from engine.verdict import judge, sentence
@@ -362,7 +362,7 @@ def alone(folder):
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as f:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(f)
         except BlockingIOError:
             fail("another experiment is running; wait for it: both would have less of the machine")
         yield
@@ -458,6 +458,8 @@ def busy(sides):
 
 
 def main(hypothesis, flags):
+    if IS_WINDOWS:
+        fail(f"experiment.py {needs_posix('a signal at which a run saves and ends')}")
     if not 0 < minutes <= 1e6:
         fail(f"--minutes={minutes}: expected the training time of a run, such as 1")
     if steps < 0:

@@ -13,6 +13,8 @@ import select
 import sys
 import unicodedata
 
+from engine.system import IS_WINDOWS
+
 CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"              # C0 without tab and newline, DEL, C1
 HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reorder text
 LONE = r"\ud800-\udfff"                             # surrogates, which no encoding has
@@ -133,6 +135,8 @@ def outlast(name):
     """
     stream = getattr(sys, name)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # notebook streams have no file
+        if IS_WINDOWS and stream.isatty():  # Python writes Unicode to Windows' terminals by itself
+            return
         console = Console(name, stream)
         stream.flush()
         setattr(sys, name, PrintableStream(name, console, stream))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -63,6 +64,28 @@ def test_generate_writes_what_run_writes(run_bin, models):
             assert "One" + "".join(text for text, *_ in told) == expected.decode(errors="replace")
             assert told[-1][2:] in ((most, "length"), (len(told) - 1, "stop"))
             assert not any(entries for _, entries, *_ in told)
+
+
+def test_a_model_generates_by_itself(run_bin, models, tmp_path):
+    """As run does with the same seed; several texts together as each alone; up to stop texts; with the logits and embeddings of an Engine."""
+    path, prompts = models[1], ["One", "Two three", ""]
+    model = llamac.Model(path)
+    alone = ["".join(model.generate(prompt, 20, temperature=0.8, seed=7 + i)) for i, prompt in enumerate(prompts)]
+    assert model.generate_batch(prompts, 20, temperature=0.8, seed=7) == alone and "engine" in vars(model)
+    n = len(model.encode("One")) - 1 + 20
+    told = run(run_bin, path, "-t", 0.8, "-s", 7, "-n", n, "--raw", "-i", "One")[:-1]
+    assert "One" + alone[0] == told.decode(errors="replace")
+    stop = alone[0][5]
+    assert "".join(model.generate("One", 20, stop, temperature=0.8, seed=7)) == alone[0][:alone[0].index(stop)]
+    assert list(model.generate("One", 0)) == [] and "".join(model.generate("One", 5)) != "".join(model.generate("One", 5))
+    tokens, sequence = model.encode("One two"), started(model)
+    sequence.forward(tokens, 0)
+    assert model.logits("One two").shape == (len(tokens), model.info.vocab_size)
+    assert (model.logits(tokens)[-1] == sequence.logits).all() and (model.embed("One") == sequence.engine.embed("One")).all()
+    model.engine = llamac.Engine(model, threads=1)
+    assert "".join(model.generate("One", 20, temperature=0.8, seed=7)) == alone[0]
+    with pytest.raises(llamac.Error, match="temprature: a sampler has no such field, expected one of: temperature"):
+        model.generate("One", temprature=1)
 
 
 def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
@@ -292,6 +315,14 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
         else:
             assert told == [1] + oracle.apply_chat_template(messages, chat_template=source, add_generation_prompt=True)["input_ids"]
         assert not {i for i, piece in enumerate(pieces_of(made)) if piece[2] == 3} & set(model.encode_answer("</s><|im_end|>"))
+        model = llamac.Model(tmp_path / "m.gguf")  # which chooses the template by itself
+        assert model.encode_chat(messages).tolist() == told
+        sequence = started(model)
+        answer = llamac.generate(sequence, model.encode_chat(messages[1:2]), llamac.Sampler(temperature=0), 5)
+        assert "".join(model.chat(messages[1:2], 5, temperature=0)) == "".join(text for text, *_ in answer)
+    for wrong in [], messages[:1], messages[:3], messages[2:], [messages[1]] * 2:
+        with pytest.raises(llamac.Error, match="expected a system message if any, then user and assistant in turn"):
+            model.chat(wrong)
     model = llamac.Model(tmp_path / "m.gguf")
     with pytest.raises(llamac.Error, match="zero byte"):
         model.encode_turn("Hi", True, "a\0b")
@@ -399,6 +430,20 @@ def test_many_engines_and_sequences_leak_no_memory(models):
         copies = [sequence.copy(2) for _ in range(3)]
         copies[0].free()
     assert memory() - before < 8 << 20
+
+
+def test_a_model_with_an_engine_of_its_own_is_freed_with_its_last_reference(models):
+    gc.disable()
+    try:
+        model = llamac.Model(models[0])
+        "".join(model.generate("One", 3))
+        memory, engine = weakref.ref(model.memory), weakref.ref(model.engine)
+        del model
+        assert memory() is None and engine() is None
+        engine = llamac.Model(models[0]).engine  # lives longer than its model
+        assert engine.embed("One").any()
+    finally:
+        gc.enable()
 
 
 def test_sequences_that_other_threads_drop_are_freed(models):
