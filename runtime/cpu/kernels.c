@@ -4,7 +4,7 @@
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]) {
     // the best first
     static const Kernels *const known[MAX_KERNELS] = {
-        &llamac_avx512bf16, &llamac_avx512,  &llamac_avx512bw, &llamac_avxvnni,  &llamac_avx2,
+        &llamac_avx512bf16, &llamac_avx512,  &llamac_avx512bw, &llamac_avxvnni, &llamac_avx2,
         &llamac_neoni8mm,   &llamac_neondot, &llamac_neon,     &llamac_wasm128, &llamac_reference};
     int n = 0;
     for (int i = 0; i < MAX_KERNELS; i++)
