@@ -16,7 +16,6 @@ determine the values of every trial, with bayes together with the results of the
 folder with trials of another sweep is refused.
 """
 import contextlib
-import fcntl
 import itertools
 import os
 import random
@@ -34,6 +33,7 @@ from tqdm import tqdm
 
 import compare
 from configurator import configure, convert, fail, read_file
+from engine import system
 from engine.advice import renamed
 from engine.files import write_atomic
 from engine.programs import passing_signals
@@ -133,7 +133,7 @@ class Ledger:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "ab", buffering=0)
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(self.file)
             lines = read_untrusted(path, MAX_JSON).splitlines(keepends=True)
         except BlockingIOError:
             fail(f"{folder}: another sweep runs there; wait for it, or give another --out_dir")
@@ -422,7 +422,7 @@ class Sweep:
         lock on the trial's output, which a process inherits with its stdout.
         """
         try:
-            fcntl.flock(one.output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(one.output)
         except BlockingIOError:
             return False
         one.begin, one.offset = time.monotonic(), one.output.seek(0, os.SEEK_END)
