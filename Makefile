@@ -96,7 +96,8 @@ runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## run for NVIDIA GPUs (need
 
 # Programs for other systems. zig (ziglang of PyPI, in requirements-dev.txt) has the C libraries of all of them. WITH names
 # another compiler: make run.exe WITH=x86_64-w64-mingw32-gcc. GCC for Windows aligns the stack to 16 bytes, but not the
-# vectors of 32 that it keeps there (GCC bug 54412): its assembler makes such moves unaligned.
+# vectors of 32 that it keeps there (GCC bug 54412): its assembler makes such moves unaligned. Clang rounds a * b + c once where GCC
+# rounds twice, unless told otherwise: the texts would differ.
 ABROAD := run.exe run-macos run-macos-intel run-arm run-linux
 run.exe: SYSTEM := x86_64-windows-gnu ## run for Windows, compiled here by zig; WITH=COMPILER: by another one
 run-macos: SYSTEM := aarch64-macos ## run for Macs with Apple's processors
@@ -105,7 +106,7 @@ run-arm: SYSTEM := aarch64-linux-musl ## run for Linux on 64-bit ARM, without li
 run-linux: SYSTEM := x86_64-linux-musl ## run for Linux on x86-64, without libraries
 run.exe: UNALIGNED := $(if $(filter %gcc,$(WITH)),-Wa$(,)-muse-unaligned-vector-move)
 $(ABROAD): $(SOURCES) $(HEADERS) $(if $(WITH),,.venv/test)
-	$(or $(WITH),$(VENV) -m ziglang cc -target $(SYSTEM)) $(WARN) $(CFLAGS) $(UNALIGNED) -s -o $@ $(SOURCES) -lm -pthread
+	$(or $(WITH),$(VENV) -m ziglang cc -target $(SYSTEM)) $(WARN) -ffp-contract=off $(CFLAGS) $(UNALIGNED) -s -o $@ $(SOURCES) -lm -pthread
 
 # The library for browsers and node: browser/llamac.js. CC_WASM compiles for wasm32-wasi: zig's clang, or another.
 CC_WASM ?= $(VENV) -m ziglang cc -target wasm32-wasi

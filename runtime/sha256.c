@@ -65,7 +65,7 @@ static void add_block(uint32_t state[8], const uint8_t block[64]) {
 static bool has_instructions(void) {
     unsigned a, b, c, d;
     bool known = __get_cpuid_count(7, 0, &a, &b, &c, &d);
-    return known && b >> 29 & 1 && __builtin_cpu_supports("sse4.1");
+    return known && b >> 29 & 1; // with SSE4.1
 }
 
 // The instructions keep the words as (f, e, b, a) and (h, g, d, c), lowest lane first. Two rounds

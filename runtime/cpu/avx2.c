@@ -11,10 +11,7 @@
     _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #include "avx2.h"
 
-// All machines with AVX2 and FMA also have F16C.
-static bool supported(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
+static bool supported(void) { return llamac_has_x86(X86_AVX2); }
 
 const Kernels llamac_avx2 = {.name = "avx2", .supported = supported, SIMD_KERNELS};
 #else

@@ -11,9 +11,7 @@
 #define DOT_SMALL(c, w, x) DOT(c, w, x)
 #include "avx512.h"
 
-static bool supported(void) {
-    return llamac_avx512bw.supported() && __builtin_cpu_supports("avx512vnni");
-}
+static bool supported(void) { return llamac_has_x86(X86_AVX512_VNNI); }
 
 const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KERNELS};
 #else
@@ -77,9 +75,7 @@ BF16_TARGET static void pairs_product(const TileProduct *product) {
     }
 }
 
-static bool supported_with_bf16(void) {
-    return supported() && __builtin_cpu_supports("avx512bf16");
-}
+static bool supported_with_bf16(void) { return supported() && llamac_has_x86(X86_AVX512_BF16); }
 
 const Kernels llamac_avx512bf16 = {.name = "avx512bf16",
                                    .supported = supported_with_bf16,

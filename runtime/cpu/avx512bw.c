@@ -18,11 +18,7 @@ TARGET static inline __m512i with_sign(__m512i x, __m512i w) {
 
 #include "avx512.h"
 
-static bool supported(void) {
-    return llamac_avx2.supported() && __builtin_cpu_supports("avx512f")
-           && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-           && __builtin_cpu_supports("avx512dq");
-}
+static bool supported(void) { return llamac_has_x86(X86_AVX512); }
 
 const Kernels llamac_avx512bw = {.name = "avx512bw", .supported = supported, SIMD_KERNELS};
 #else

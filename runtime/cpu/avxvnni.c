@@ -4,7 +4,6 @@
 
 // Compilers that know the instruction. LLVM's clang 12 does, but Apple's clang 12 does not.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 11)
-#include <cpuid.h>
 #define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 // vpdpbusd needs unsigned w
 #define Q8_OFFSET 128
@@ -12,14 +11,7 @@
 #define DOT_SMALL(c, w, x) DOT(c, w, x)
 #include "avx2.h"
 
-// Reads bit 4 of EAX in subleaf 1 of leaf 7 of CPUID, because clang's __builtin_cpu_supports does
-// not know this instruction set before clang 19. A system that saves the registers of AVX2 saves
-// those of AVX-VNNI: they are the same.
-static bool supported(void) {
-    unsigned eax, ebx, ecx, edx;
-    return llamac_avx2.supported() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)
-           && (eax >> 4 & 1);
-}
+static bool supported(void) { return llamac_has_x86(X86_AVXVNNI); }
 
 const Kernels llamac_avxvnni = {.name = "avxvnni", .supported = supported, SIMD_KERNELS};
 #else

@@ -204,6 +204,14 @@ static inline int round_up_to_tile(int n) { return (n + TILE - 1) / TILE * TILE;
 extern const Kernels llamac_reference, llamac_avx2, llamac_avxvnni, llamac_avx512bw, llamac_avx512,
     llamac_avx512bf16, llamac_neon, llamac_neondot, llamac_neoni8mm, llamac_wasm128;
 
+#if defined(__x86_64__)
+// AVX2 comes with FMA and F16C; AVX512 is F, BW, VL and DQ together.
+typedef enum { X86_AVX2, X86_AVXVNNI, X86_AVX512, X86_AVX512_VNNI, X86_AVX512_BF16 } X86Set;
+
+// Returns whether the processor has the instructions, and the system saves their registers.
+bool llamac_has_x86(X86Set);
+#endif
+
 // Fills `found` with the kernels that this machine can run, the best first. Returns their number.
 enum { MAX_KERNELS = 10 };
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]);

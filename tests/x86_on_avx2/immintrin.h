@@ -10,7 +10,6 @@
 
 // In the attributes of the kernels' functions: the compiler itself uses nothing beyond AVX2.
 #define target(set) __target__("avx2,fma,f16c")
-#define __builtin_cpu_supports(set) 1
 
 // Functions of their own compile in a fifth of the time that inlined ones take.
 #define EMULATED __attribute__((noinline, unused, target())) static
