@@ -1,6 +1,6 @@
 """The WebAssembly module in node, and the page that export.py writes in Chromium from file://: the texts of ./run."""
+import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -33,8 +33,8 @@ def program():
         pytest.skip("needs ziglang: pip install -r requirements-dev.txt")
     (ROOT / "cache").mkdir(exist_ok=True)
     with alone(ROOT / "cache/wasm.lock"):
-        compiler = f"CC_WASM={sys.executable} -m ziglang cc -target wasm32-wasi"
-        subprocess.run(["make", "-s", "-C", ROOT, "-o", ".venv/test", compiler, "wasm"], check=True)
+        compiler = f"WITH={sys.executable} -m ziglang cc -target wasm32-wasi"
+        subprocess.run(["make", "-s", "-C", ROOT, compiler, "wasm"], check=True)
     return web_page.MODULE
 
 
@@ -55,16 +55,20 @@ def printable(text):
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A GGUF file of export.py whose greedy answers end soon, with the template of ChatML."""
-    path, vocabulary = tmp_path_factory.mktemp("model") / "m.gguf", Bytes().with_control(["<|im_start|>", "<|im_end|>"])
+def make(path, **extra):
+    """A GGUF file of export.py whose greedy answers end soon, if it has a chat template."""
+    vocabulary = Bytes().with_control(["<|im_start|>", "<|im_end|>"])
     found = build(vocabulary.vocab_size, dim=32, n_layers=1, n_heads=2, max_seq_len=256, tied=False)
     with torch.no_grad():
         found.output.weight[260] *= 3
         found.output.weight[:3] = found.output.weight[259] = 0
-    export.export_model(found.state_dict(), found.args, vocabulary, path, extra={"tokenizer.chat_template": CHATML})
+    export.export_model(found.state_dict(), found.args, vocabulary, path, extra=extra)
     return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("model") / "m.gguf", **{"tokenizer.chat_template": CHATML})
 
 
 def answers(run_bin, path):
@@ -74,8 +78,8 @@ def answers(run_bin, path):
 
 
 def told(run_bin, path, prompt, *flags):
-    """The text with which ./run continues a prompt."""
-    return run(run_bin, path, "-i", prompt, *flags).decode().removesuffix("\n").removeprefix(prompt)
+    """The text with which ./run continues a prompt. Its vectors round otherwise, which decides between tokens as likely."""
+    return run(run_bin, path, "-i", prompt, *flags, isa="scalar").decode().removesuffix("\n").removeprefix(prompt)
 
 
 def test_node_writes_the_text_of_run(program, run_bin, tmp_path):
@@ -109,14 +113,13 @@ def test_stop_ends_a_text(program, model):
     assert 0 < found["tokens"] < 100_000
 
 
-def test_hostile_files_are_refused_as_by_run(program, run_bin, tmp_path):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_hostile_files_are_refused_as_by_run(program, run_bin, tmp_path, every):
     """With the same words. 32 bits hold no sizes of 2^32: the sums of sizes must not wrap around."""
     Model(vocab=260, layers=1, seq=16).write_gguf(tmp_path / "m.gguf")
     jobs, expected = [], []
     files = hostile_gguf((tmp_path / "m.gguf").read_bytes())
-    for i, bad in enumerate(files):
-        if not os.environ.get("ALL") and i % 5:
-            continue
+    for i, bad in enumerate(itertools.islice(files, 0, None, every)):
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(bad)
         expected.append(run(run_bin, path, status=1).removeprefix(f"run: {path}: ").removesuffix("\n"))
@@ -132,8 +135,8 @@ def test_a_file_without_a_tokenizer(program, tmp_path):
 
 # ---- the page
 
-def export_page(monkeypatch, source, path, dtype="f32"):
-    command(monkeypatch, source, format="html", path=path, dtype=dtype)
+def export_page(monkeypatch, source, path):
+    command(monkeypatch, source, format="html", path=path)
     return path.as_uri()
 
 
@@ -168,7 +171,8 @@ def test_the_page_writes_and_chats(program, run_bin, model, browser, tmp_path, m
     check_page(browser)
     browser.find_element("css selector", "[value=story]").click()
     fill(browser, "steps", 50)
-    assert written(browser, "Once") == told(run_bin, model, "Once", "-t", 0, "-n", 50)
+    text = written(browser, "Once")  # ends where an answer would
+    assert text and told(run_bin, model, "Once", "-t", 0, "-n", 50).startswith(text)
     assert "Written with seed" in script(browser, "return find('status').textContent")
     fill(browser, "steps", 900_000)
     fill(browser, "temperature", 1)
@@ -184,14 +188,15 @@ def test_the_page_writes_and_chats(program, run_bin, model, browser, tmp_path, m
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1300), ("dark", 390)])
-def test_the_page_in_the_dark_and_on_a_telephone(program, model, browser, tmp_path, monkeypatch, scheme, width):
-    address = export_page(monkeypatch, model, tmp_path / "m.html", "q8_0")
+def test_the_page_in_the_dark_and_on_a_telephone(program, run_bin, browser, tmp_path, monkeypatch, scheme, width):
+    plain = make(tmp_path / "m.gguf")
+    address = export_page(monkeypatch, plain, tmp_path / "m.html")
     media = partial(browser.execute_cdp_cmd, "Emulation.setEmulatedMedia")
     media({"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 800})
     try:
         opened(browser, address)
-        assert written(browser, "Once upon a time")
+        assert written(browser, PROMPT) == told(run_bin, plain, PROMPT, "-t", 0, "-n", 0)
         assert script(browser, "return document.documentElement.scrollWidth") <= width
         assert script(browser, "return getComputedStyle(document.body).colorScheme") == scheme
         check_page(browser)
