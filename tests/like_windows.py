@@ -20,7 +20,7 @@ FUNCTIONS = ("fork", "forkpty", "getuid", "geteuid", "getgid", "getegid", "getpg
              "sched_getaffinity", "sysconf", "uname", "statvfs", "mkfifo", "getloadavg", "initgroups", "wait3", "wait4")
 FLAGS = ("O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_SYNC")
 SIGNALS = ("SIGHUP", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGSTOP", "SIGTSTP")
-real = types.SimpleNamespace(kill=os.kill, lockf=fcntl.lockf, unlink=os.unlink, open=os.open, isdir=os.path.isdir)
+real = types.SimpleNamespace(kill=os.kill, lockf=fcntl.lockf, open=os.open, isdir=os.path.isdir)
 
 
 def locking(handle, mode, size):
@@ -40,12 +40,22 @@ def kill(pid, number):
     real.kill(pid, number)
 
 
-def without_open_files(path, *arguments, **options):
-    """os.unlink: refuses a file that this process has open."""
+def in_use(path):
+    """Whether this process has a file, or one in a folder, open or mapped into memory."""
     held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    if os.path.realpath(path) in held:
-        raise PermissionError(13, "it is open", str(path))
-    real.unlink(path, *arguments, **options)
+    held += [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
+    path = os.path.realpath(path)
+    return any(name == path or name.startswith(path + "/") for name in held)
+
+
+def refusing(call):
+    """os.unlink, os.rename and os.replace: they refuse what is open or mapped."""
+    def checked(*paths, **options):
+        for path in paths:
+            if in_use(path):
+                raise PermissionError(13, "it is open", str(path))
+        return call(*paths, **options)
+    return checked
 
 
 def open_files(path, flags, *arguments, **options):
@@ -87,7 +97,8 @@ def become_windows():
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
-    os.kill, os.unlink, os.open, os.O_BINARY = kill, without_open_files, open_files, 0
+    os.kill, os.open, os.O_BINARY = kill, open_files, 0
+    os.unlink, os.rename, os.replace = map(refusing, (os.unlink, os.rename, os.replace))
     ctypes.WinDLL, ctypes.get_last_error = Kernel, lambda: 87
     sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
 
