@@ -1,10 +1,11 @@
 """
---teacher: distillation. The model learns the predictions of other models, its teachers, instead of
-the next tokens of the text alone. https://arxiv.org/abs/1503.02531
+--teacher: distillation. The model (the student) minimizes the cross-entropy with the mean of its
+teachers' next-token probabilities, instead of that with the text's tokens.
+https://arxiv.org/abs/1503.02531
 
-A small text is read many times, and teachers that have memorized it predict it too well for much to
-be learned from them there. So the model also reads text that the teachers write, which has new
-words in the same style. Measurements: doc/lab/own_text.md
+Teachers that have memorized a small text predict it almost with certainty, which adds little to the
+text itself. So the student is also trained on text that is sampled from the teachers. Measurements:
+doc/lab/own_text.md
 """
 import hashlib
 from pathlib import Path
@@ -18,118 +19,130 @@ from engine.files import replacing
 from engine.training import distributed
 from engine.untrusted import reading
 
-TIMES = 8              # tokens that the teachers write for each token of the text
-MAX_WRITTEN = 1 << 19  # max tokens that they write; a text with more tokens gets none
-PROMPT = 8             # tokens of the text that begin what a teacher writes
-ROWS = 256             # sequences that a teacher writes at once
-SEED = 1337            # of what they write
+WRITTEN_PER_TOKEN = 8  # tokens that the teachers write for each token of the training text
+MAX_WRITTEN = 1 << 19  # max tokens that they write; for a longer training text they write nothing
+PROMPT = 8             # max tokens of the training text that begin each written text
+ROWS = 256             # texts that a teacher writes at once
+SEED = 1337            # of the sampling
 
 
 def paths(teacher):
     """
-    Return the paths of the models that the setting `teacher` names: paths separated by commas. A
-    folder of --seeds stands for the runs in it.
+    Return the paths of the models that the setting `teacher` names, separated by commas. A folder
+    that --seeds has made is replaced by the runs in it, seed1, seed2, ...
     """
     found = []
     for path in filter(None, map(str.strip, teacher.split(","))):
-        found += sorted(map(str, Path(path).glob("seed[0-9]*/"))) or [path]
+        runs = [str(run) for run in sorted(Path(path).glob("seed[0-9]*")) if run.is_dir()]
+        found += runs or [path]
     return found
 
 
 def written_tokens(config, meta):
     """
-    Return how many tokens the teachers of a training write; meta: meta.json of its text. The number
-    does not depend on the length of the training, which a resumed run may change.
+    Return how many tokens the teachers write before a training; meta: meta.json of its text. The
+    length of the training does not matter, as it may change when the run is resumed.
     """
     n = meta["train_tokens"]
-    return min(TIMES * n, MAX_WRITTEN) if config.teacher and n <= MAX_WRITTEN else 0
+    return min(WRITTEN_PER_TOKEN * n, MAX_WRITTEN) if config.teacher and n <= MAX_WRITTEN else 0
 
 
 def loss(network, teachers, x, y, documents=None):
     """
-    Return the mean cross-entropy in nats between the predictions of the network and the mean
-    predictions of the teachers. x, y: (B, T) tokens and targets, negative where a position counts
-    not; documents: see Transformer.forward.
+    Return the mean cross-entropy in nats between the mean of the teachers' probabilities and those
+    of the network. x: (B, T) tokens; y: (B, T), of which only the sign matters: positions with y <
+    0 are ignored; documents: see Transformer.forward.
     """
-    counts = y.flatten() >= 0
+    is_counted = y.flatten() >= 0  # (B T,)
     with torch.no_grad():
-        target = mean_prediction(teachers, x, documents)[counts]  # (N, V)
-    logits = network(x, every=1, documents=documents)[0].flatten(0, 1)[counts].float()
-    return F.cross_entropy(logits, target)
+        target = mean_probabilities(teachers, x, documents)[is_counted]  # (N, V)
+    logits, _ = network(x, every=1, documents=documents)  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1)[is_counted].float(), target)
 
 
-def mean_prediction(teachers, x, documents):
-    """Return the mean of the teachers' probabilities of the tokens after x (B, T): (B T, V)."""
+def mean_probabilities(teachers, x, documents):
+    """Return the mean of the teachers' probabilities of the token after each of x: (B T, V)."""
     total = 0
     for teacher in teachers:
-        logits = teacher(x, every=1, documents=documents)[0].flatten(0, 1)
-        total = total + logits.float().softmax(-1)
+        logits, _ = teacher(x, every=1, documents=documents)
+        total = total + logits.flatten(0, 1).float().softmax(-1)
     return total / len(teachers)
 
 
 # ---- text that the teachers write ----------------------------------------------------------------
 
-def written_text(teachers, dataset, n, cache):
+def written_text(teachers, dataset, n, folder):
     """
-    Return about n tokens that the teachers write, an array of the dataset's dtype. A file in the
-    cache keeps them: a resumed run reads the same.
+    Return n tokens or a few more that the teachers write, an array of the dataset's dtype. A file
+    in the cache, `folder`, keeps them, so that a resumed run reads the same tokens.
     """
-    digest = hashlib.sha256(f"{dataset.meta['fingerprint']} {dataset.seq_len} {n}".encode())
+    key = dataset.meta["fingerprint"], dataset.seq_len, n, PROMPT, ROWS, SEED
+    digest = hashlib.sha256(repr(key).encode())
     for teacher in teachers:
         for tensor in teacher.state_dict().values():
             digest.update(tensor.cpu().float().numpy().tobytes())
-    path = Path(cache, "written", digest.hexdigest()[:16] + ".bin")
+    path = Path(folder, "written", digest.hexdigest()[:16] + ".bin")
     distributed.on_master(write_text, teachers, dataset, n, path)
     with reading(path, "tokens that teachers have written", fail):
-        return np.fromfile(path, dataset.train.dtype)
+        tokens = np.fromfile(path, dataset.train.dtype)
+        if len(tokens) < n:
+            raise ValueError(f"{len(tokens)} tokens, expected {n}; delete it to write it anew")
+        return tokens
 
 
 @torch.no_grad()
 def write_text(teachers, dataset, n, path):
-    """Let the teachers write about n tokens into a file, in turns, unless it exists."""
+    """
+    Write a file with at least n tokens. The teachers take turns, each for ROWS texts. Do nothing if
+    the file exists.
+    """
     if path.exists():
         return
-    distributed.say(f"teachers: {len(teachers)} write {n:,} tokens, which the model reads beside "
+    distributed.say(f"teachers: {len(teachers)} write {n:,} tokens, which are trained on beside "
                     f"the text; kept in {path}")
     device = next(teachers[0].parameters()).device
-    dice = torch.Generator(device).manual_seed(SEED)
-    tokens, rows = 0, []
-    while tokens < n:
-        teacher = teachers[len(rows) % len(teachers)]
-        rows.append(write_rows(teacher, dataset, dice, device))
-        tokens += len(rows[-1])
+    generator = torch.Generator(device).manual_seed(SEED)
+    total, batches = 0, []
+    while total < n:
+        teacher = teachers[len(batches) % len(teachers)]
+        batches.append(sample_texts(teacher, dataset, generator, device))
+        total += len(batches[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as f:
-        f.write(np.concatenate(rows).astype(dataset.train.dtype).tobytes())
+        f.write(np.concatenate(batches).astype(dataset.train.dtype).tobytes())
 
 
-def write_rows(teacher, dataset, dice, device):
+def sample_texts(teacher, dataset, generator, device):
     """
-    Return the tokens of ROWS texts of up to seq_len tokens, one after the other, drawn from what a
-    teacher predicts. Each continues PROMPT tokens of the training text: the first ones of a
-    document, or, if documents are long, any. It ends at the context's end or after EOS.
+    Sample ROWS texts of up to seq_len tokens from a teacher and return their tokens, one text after
+    the other. Each begins with a prompt from the training text, and ends after EOS.
     """
-    x = prompts(dataset, dice, device)  # (ROWS, PROMPT)
-    first = x.clone()
-    if dataset.window_bos is not None:  # what every window of the training begins with
-        first[:, 0] = dataset.window_bos
-    cache, texts = teacher.new_cache(ROWS, dataset.seq_len), [x]
-    logits = teacher(first, cache=cache)[0][:, -1]
-    for _ in range(dataset.seq_len - PROMPT):
-        x = torch.multinomial(logits.float().softmax(-1), 1, generator=dice)
-        texts.append(x)
-        logits = teacher(x, cache=cache)[0][:, -1]
-    texts = torch.cat(texts, 1).cpu().numpy()
-    ends = texts == dataset.tokenizer.eos_id
-    lengths = np.where(ends.any(1), ends.argmax(1) + 1, texts.shape[1])
+    prompt = prompts(dataset, generator, device)  # (ROWS, P)
+    seen = prompt.clone()
+    if dataset.window_bos is not None:  # the teacher was trained on windows that begin with it
+        seen[:, 0] = dataset.window_bos
+    kv_cache = teacher.new_cache(ROWS, dataset.seq_len)
+    columns, x = [prompt], seen
+    for _ in range(dataset.seq_len - prompt.shape[1]):
+        logits = teacher(x, cache=kv_cache)[0][:, -1]
+        x = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)  # (ROWS, 1)
+        columns.append(x)
+    texts = torch.cat(columns, 1).cpu().numpy()  # (ROWS, seq_len)
+    is_end = texts == dataset.tokenizer.eos_id
+    is_end[:, :prompt.shape[1]] = False
+    lengths = np.where(is_end.any(1), is_end.argmax(1) + 1, texts.shape[1])
     return np.concatenate([text[:length] for text, length in zip(texts, lengths)])
 
 
-def prompts(dataset, dice, device):
-    """Return PROMPT tokens from each of ROWS random places of the training text, (ROWS, PROMPT)."""
-    places = np.arange(len(dataset.train) - PROMPT)
+def prompts(dataset, generator, device):
+    """
+    Return ROWS prompts of P tokens from random places of the training text, (ROWS, P); from
+    beginnings of documents if documents are short, so that windows of the training have some.
+    """
+    P = max(1, min(PROMPT, dataset.seq_len - 1))
+    places = np.arange(len(dataset.train) - P)
     if dataset.separator is not None and dataset.window_bos is None:
-        places = np.flatnonzero(dataset.train[:-PROMPT] == dataset.separator)
-    drawn = torch.randint(len(places), (ROWS,), generator=dice, device=device).cpu().numpy()
-    tokens = dataset.train[places[drawn][:, None] + np.arange(PROMPT)]
+        places = np.flatnonzero(dataset.train[:-P] == dataset.separator)
+    drawn = torch.randint(len(places), (ROWS,), generator=generator, device=device).cpu().numpy()
+    tokens = dataset.train[places[drawn][:, None] + np.arange(P)]
     return torch.from_numpy(tokens.astype(np.int64)).to(device)
