@@ -137,9 +137,11 @@ def test_the_page_looks_inside_in_another_process(path, made, tmp_path):
     broken = tmp_path / "model.gguf"
     broken.write_bytes(path.read_bytes()[:5000])
     folders = {"good": path.parent, "broken": tmp_path}
-    runs = SimpleNamespace(refresh=lambda: None, runs={name: SimpleNamespace(folder=folder) for name, folder in folders.items()})
+    prompts = {"good": "One day|Two", "broken": "auto"}
+    runs = SimpleNamespace(refresh=lambda: None, runs={
+        name: SimpleNamespace(folder=folder, config={"sample_prompt": prompts[name]}) for name, folder in folders.items()})
     pages = Inside(runs)
-    assert pages.list(None) == {"models": ["good", "broken"]}
+    assert pages.list(None) == {"models": ["good", "broken"], "prompts": {"good": "One day"}}
 
     def asked(**body):
         return SimpleNamespace(json=lambda: body, gone=lambda: False)
