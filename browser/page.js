@@ -73,7 +73,7 @@ function generate() {
   const seed = number("seed", Date.now() % 1e6)
   const options = {
     chat: isChat, fresh, seed, temperature: number("temperature", 1), topp: number("topp", 0.9),
-    system: isChat && find("system").value || null, steps: number("steps") }
+    system: isChat && find("system-prompt").value || null, steps: number("steps") }
   followEnd(() => addArticle(prompt))
   setBusy(true)
   showStatus(`Writing with seed ${seed} …`)

@@ -166,7 +166,7 @@ def test_the_page_writes_and_chats(program, run_bin, model, browser, tmp_path, m
     address = export_page(monkeypatch, model, tmp_path / "ä page.html")
     browser.set_network_conditions(offline=True, latency=0, throughput=0)
     opened(browser, address)
-    fill(browser, "system", "Be brief.")
+    fill(browser, "system-prompt", "Be brief.")
     assert [written(browser, question) for question in QUESTIONS] == answers(run_bin, model)
     check_page(browser)
     browser.find_element("css selector", "[value=story]").click()
