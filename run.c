@@ -509,7 +509,8 @@ int main(int argc, char **argv) {
                                  .no_copy = o.no_copy,
                                  .sample_only = !reads_logits && !needs_logits(&o),
                                  .kv_bits = kv_bits(o.kv),
-                                 .isa = getenv("LLAMAC_ISA")};
+                                 .isa = getenv("LLAMAC_ISA"),
+                                 .stream = o.stream};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
     r.prompt_cache = o.prompt_cache, r.json_object = o.json_object, r.lookup.on = o.lookup;
     r.steps = o.steps ? (int)o.steps : r.options.positions;

@@ -44,6 +44,8 @@ static const char help[] =
     "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
     "                   (f32; f16 where the weights are quantised)\n"
     "  --no-copy        compute from the mapped file (shared between processes)\n"
+    "  --stream         read the weights from the file for every token: for machines with less\n"
+    "                   memory than the model, and slow (doc/anywhere.md)\n"
     "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
     "                   (runcuda: cuda; run: cpu, its only device)\n"
     "  --raw            print control characters that the model writes\n"
@@ -76,7 +78,7 @@ typedef struct {
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
     double seed, steps, context, threads, at_once; // 0 where the option was not given
-    bool raw, no_copy, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
+    bool raw, no_copy, stream, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
 } Options;
 
 // An option of the command line. One of `on`, `text` and `number` points to where its value is
@@ -117,6 +119,7 @@ static Option find_option(Options *o, const char *flag) {
         {"--perplexity", .text = &o->perplexity},
         {"--template", .text = &o->template},
         {"--no-copy", .on = &o->no_copy},
+        {"--stream", .on = &o->stream},
         {"--raw", .on = &o->raw},
         {"--tokenize", .on = &o->tokenize},
         {"--verify", .on = &o->verify},

@@ -87,7 +87,8 @@ class Options(ctypes.Structure):
     """llamac_options in runtime/llamac.h, which describes the fields."""
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
-                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p)]
+                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p),
+                ("stream", c_bool)]
 
 
 class Sampler(ctypes.Structure):

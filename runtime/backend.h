@@ -131,8 +131,9 @@ typedef struct {
     size_t data_size;    // bytes
     const uint8_t *list; // GGUF: the list of names, shapes, types and offsets of the tensors
     size_t list_size;    // bytes
-    // the weights are in a mapped file: the system reads pages again that were dropped from memory
-    bool mapped;
+    // the weights are in this mapped file: the system reads pages again that were dropped from
+    // memory. NULL: they are in memory of the program
+    const struct File *file;
     // SHA-256 of `data` according to the file, 64 hexadecimal digits; NULL if the file has none
     const char *sha256;
     const char *list_sha256; // likewise of `list`
@@ -234,6 +235,8 @@ struct Backend {
     // Measures how fast the backend reads weights, in bytes per second. It reads at most n bytes of
     // its own copy or, if it has none, the n bytes at `bytes`
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
+    // CPU: bytes of weights that each pass reads from the file, because they are not kept in memory
+    uint64_t streamed;
     // Returns the error that has made the backend unusable, or NULL.
     const char *(*failure)(const Backend *);
     void (*close)(Backend *);
@@ -244,6 +247,7 @@ typedef struct {
     int positions; // max tokens of a sequence
     int n_threads; // CPU
     bool no_copy;  // CPU: do not copy the weights
+    bool stream;   // CPU: keep no weights in memory
     int kv_bits; // CPU: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights
     bool (*progress)(void *data, float share); // llamac_options.progress
     void *data;

@@ -485,6 +485,7 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
     Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
     CHECK(!gpu || !opening->kv_bits, "a GPU keeps keys and values in 32 bits for float32 weights, "
                                      "else in 16, and has no other way; leave --kv out");
+    CHECK(!gpu || !opening->stream, "a GPU keeps all weights in its memory; leave --stream out");
     const char *wrong = gpu ? llamac_cuda_open(&engine->backend, m, opening, &text)
                             : llamac_cpu_open(&engine->backend, m, opening);
     CHECK(!wrong, "%s", wrong);
@@ -534,6 +535,8 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     int kv = o->kv_bits;
     CHECK(!kv || kv == 32 || kv == 16 || kv == 8, "a KV cache of %d bits, expected 32, 16 or 8",
           kv);
+    CHECK(!o->stream || engine->model.file,
+          "weights can be streamed only from a file, and the model was opened from memory");
     engine->kernels = llamac_choose_kernels(o->isa);
     CHECK(engine->kernels,
           "'%.40s' is no instruction set of this machine, expected scalar, avx2, avxvnni, "
@@ -548,6 +551,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     Opening opening = {.positions = engine->positions,
                        .n_threads = engine->n_threads,
                        .no_copy = o->no_copy,
+                       .stream = o->stream,
                        .kv_bits = kv,
                        .progress = o->progress,
                        .data = o->data,

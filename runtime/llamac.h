@@ -211,6 +211,10 @@ typedef struct {
     // avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128. NULL: the best that the
     // machine has
     const char *isa;
+    // CPU: keep no matrices in memory, but read them from the file for every pass, one section
+    // ahead: for machines that have less memory than the model. By default, llamac_start keeps as
+    // many of them as there is memory for
+    bool stream;
 } llamac_options;
 
 // Starts an engine. NULL options are options that are all zero. `size` is sizeof(llamac_options).

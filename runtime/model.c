@@ -652,7 +652,7 @@ llamac_model *llamac_open(const char *path, int flags, Error *e) {
     if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
     llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
     if (!m) return llamac_unmap(&file), llamac_name_file(path, e), NULL;
-    m->file = file, m->transformer.mapped = true;
+    m->file = file, m->transformer.file = &m->file;
     snprintf(m->path, sizeof m->path, "%s", path);
     return m;
 }

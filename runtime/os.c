@@ -24,6 +24,11 @@ bool llamac_map_file(const char *path, File *mapped, Error *e) {
 
 void llamac_unmap(File *file) { *file = (File){0}; }
 
+bool llamac_read_mapped(const File *file, uint8_t *bytes, size_t at, size_t n) {
+    (void)file, (void)bytes, (void)at, (void)n;
+    return false;
+}
+
 uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size, Error *e) {
     (void)path, (void)magic, (void)n, (void)size;
     return fail(e, no_files), NULL;
@@ -165,7 +170,7 @@ static FILE *open_stream(const char *path) {
 static int open_descriptor(const char *path) {
     if (kind_at(path, true) == FOLDER) return errno = EISDIR, -1;
     wchar_t *wide = to_wide(path);
-    int file = wide ? _wopen(wide, _O_RDONLY | _O_BINARY) : -1;
+    int file = wide ? _wopen(wide, _O_RDONLY | _O_BINARY | _O_NOINHERIT) : -1;
     free(wide);
     return file;
 }
@@ -467,7 +472,7 @@ static FILE *open_stream(const char *path) { return fopen(path, "rb"); }
 
 // Opens a file for reading. Returns its descriptor, or -1 with errno set. A pipe is opened without
 // waiting for its writer, so that it can be refused.
-static int open_descriptor(const char *path) { return open(path, O_RDONLY | O_NONBLOCK); }
+static int open_descriptor(const char *path) { return open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); }
 
 static void close_descriptor(int file) { close(file); }
 
@@ -772,10 +777,9 @@ bool llamac_map_file(const char *path, File *mapped, Error *e) {
     size_t size;
     TRY(open_file(path, &file, &size, e));
     void *bytes = map_descriptor(file, size);
-    if (!bytes) fail(e, "%s", strerror(errno));
-    close_descriptor(file);
+    if (!bytes) fail(e, "%s", strerror(errno)), close_descriptor(file);
     if (!bytes) return false;
-    *mapped = (File){bytes, size};
+    *mapped = (File){bytes, size, file};
     // large pages in the page cache serve later processes too
     llamac_use_large_pages(bytes, size);
     return true;
@@ -808,8 +812,12 @@ uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t 
     return bytes;
 }
 
+bool llamac_read_mapped(const File *file, uint8_t *bytes, size_t at, size_t n) {
+    return read_range(file->descriptor, bytes - at, at, at + n) == (int64_t)(at + n);
+}
+
 void llamac_unmap(File *file) {
-    if (file->bytes) unmap((void *)file->bytes, file->size);
+    if (file->bytes) unmap((void *)file->bytes, file->size), close_descriptor(file->descriptor);
     *file = (File){0};
 }
 

@@ -30,14 +30,19 @@ extern "C" {
 // ----------------------------------------------------------------------------
 // Files
 
-typedef struct {
+typedef struct File {
     const uint8_t *bytes;
     size_t size;
+    int descriptor; // of the open file
 } File; // a file mapped into memory; bytes is NULL if no file is mapped
 
 // Maps a file into memory. Fails for directories, pipes and empty files.
 bool llamac_map_file(const char *path, File *, llamac_error *);
 void llamac_unmap(File *);
+
+// Reads n bytes of a mapped file from byte `at` on, without mapping them into memory. Returns false
+// if the file ends before, or cannot be read.
+bool llamac_read_mapped(const File *, uint8_t *bytes, size_t at, size_t n);
 
 // Reads a file and returns its bytes, to be freed, and their number in *size. Reading is safer than
 // mapping: if another program truncates a mapped file, access to it raises SIGBUS. If the first n

@@ -658,7 +658,7 @@ static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
     bool one_group_per_head = cpu->n_items == c->n_kv_heads;
-    return T == 1 && threads > 1 && c->n_kv_heads % threads == 0 && one_group_per_head
+    return T == 1 && !cpu->stream && threads > 1 && c->n_kv_heads % threads == 0 && one_group_per_head
            && c->head_dim % TILE == 0;
 }
 
@@ -706,6 +706,10 @@ static PageSizes page_sizes(const Cpu *cpu) {
     if (has_scales(cpu)) s.scales = rows * sizeof(float);
     s.all = s.keys + s.values + 2 * s.scales;
     return s;
+}
+
+size_t llamac_cache_size(const Cpu *cpu, int positions) {
+    return (positions + PAGE - 1) / PAGE * page_sizes(cpu).all;
 }
 
 // Returns an unused page. Returns NULL if there is not enough memory.

@@ -19,7 +19,7 @@ static void *allocate(Cpu *cpu, size_t n, size_t size, size_t alignment) {
     if (memory) cpu->memory = memory;
     if (memory && n < SIZE_MAX / 2 / size)
         p = llamac_allocate_aligned(alignment, (n * size / alignment + 1) * alignment);
-    if (p) memory[cpu->n_memory++] = p;
+    if (p) memory[cpu->n_memory++] = p, cpu->allocated += n * size;
     else cpu->out_of_memory = true;
     return p;
 }
@@ -156,7 +156,7 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
         PackArgs args = {m, tiles, i};
         count = n - i < at_once ? n - i : at_once;
         llamac_add_step(cpu, pack_rows, &args, sizeof args, count, (int64_t)height * m->cols);
-        if (cpu->model->mapped)
+        if (cpu->model->file)
             drop_packed(lowest, row_of(m, i * height), row_of(m, (i + count) * height));
     }
     if (tiles) m->tiles = tiles;
@@ -176,19 +176,31 @@ static Matrices matrices_of(Weights *w, int layer) {
     return list;
 }
 
-// Packs the weights into large pages. Leaves them as they are if this second copy of the weights
-// needs half of the free memory or more. Returns false if `progress` aborts it.
-static bool pack_weights(Cpu *cpu, const Opening *o) {
+// Returns how many bytes of tiles there is memory for: the free memory, less an eighth of it, the
+// engine's other memory and the KV cache of a sequence.
+static size_t room_for_tiles(const Cpu *cpu) {
+    uint64_t free = llamac_free_memory("");
+    uint64_t other =
+        free / 8 + cpu->allocated + llamac_cache_size(cpu, cpu->max_positions);
+    return free > other ? free - other : 0;
+}
+
+// Packs the weights into large pages, as many matrices as there is memory for. Leaves the others as
+// they are, and sets *all to false. Returns false if `progress` aborts it.
+static bool pack_weights(Cpu *cpu, const Opening *o, bool *all) {
     Weights *w = &cpu->model->weights;
     const uint8_t *lowest = w->output.data;
-    size_t n = 0, page = 2 << 20, done = 0;
+    size_t room = room_for_tiles(cpu), n = 0, page = 2 << 20, done = 0, size;
     for (int i = 0; i < cpu->config.n_layers; i++) {
         Matrices list = matrices_of(w, i);
-        for (int j = 0; j < list.n; j++) n += pack_matrix(cpu, list.m[j], NULL, NULL);
+        for (int j = 0; j < list.n; j++) {
+            size = pack_matrix(cpu, list.m[j], NULL, NULL);
+            if (n + size <= room) n += size;
+            else *all = false;
+        }
         if ((const uint8_t *)list.m[0]->data < lowest) lowest = list.m[0]->data;
     }
-    uint8_t *tiles = NULL;
-    if (n > 0 && n < llamac_free_memory("") / 2) tiles = allocate(cpu, n, 1, page);
+    uint8_t *tiles = n ? allocate(cpu, n, 1, page) : NULL;
     cpu->out_of_memory = false; // the engine works without tiles
     if (!tiles) return true;
     llamac_use_large_pages(tiles, (n / page + 1) * page); // the size that `allocate` rounds up to
@@ -196,11 +208,43 @@ static bool pack_weights(Cpu *cpu, const Opening *o) {
         Matrices list = matrices_of(w, i);
         for (int j = 0; j < list.n; j++) {
             if (o->progress && !o->progress(o->data, (float)done / n)) return false;
-            done += pack_matrix(cpu, list.m[j], tiles + done, lowest);
+            size = pack_matrix(cpu, list.m[j], NULL, NULL);
+            if (done + size <= n) done += pack_matrix(cpu, list.m[j], tiles + done, lowest);
         }
     }
     cpu->tiles = tiles, cpu->tiles_size = n;
     return !o->progress || o->progress(o->data, 1);
+}
+
+// ----------------------------------------------------------------------------
+// Weights that are not kept in memory
+
+// Streams the matrices that have no tiles, and drops all pages of the file from memory. Returns
+// NULL, or the error.
+static const char *stream_weights(Cpu *cpu) {
+    const Config *c = &cpu->config;
+    const struct File *file = cpu->model->file;
+    Weights *w = &cpu->model->weights;
+    Mat **matrices = resize(NULL, 7 * (size_t)c->n_layers + 1, sizeof *matrices);
+    int n = 0;
+    if (!matrices) return no_memory;
+    for (int i = 0; i < c->n_layers; i++) {
+        Layer *l = &w->layers[i];
+        Mat *in_order[] = {&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2};
+        for (int j = 0; j < 7; j++)
+            if (!in_order[j]->tiles) matrices[n++] = in_order[j];
+    }
+    if (!w->output.tiles) matrices[n++] = &w->output;
+    cpu->stream = llamac_open_stream(matrices, n, file);
+    free(matrices);
+    if (!cpu->stream) return "cannot read the weights beside the computation: no memory or thread";
+    size_t steps = (c->n_layers + 1) * MAX_STEPS + 2 * llamac_count_parts(cpu->stream);
+    cpu->pool.steps = allocate(cpu, steps, sizeof(Step), 64);
+    if (!cpu->pool.steps) return no_memory;
+    cpu->ops.streamed = llamac_streamed_bytes(cpu->stream);
+    cpu->ops.failure = llamac_stream_failure;
+    llamac_drop_pages(file->bytes, file->bytes + file->size);
+    return NULL;
 }
 
 // ----------------------------------------------------------------------------
@@ -226,9 +270,10 @@ static void read_memory(Worker *self, const void *args, int begin, int end) {
 
 // Measures several times how fast n bytes are read. Once the weights are packed, reads their tiles
 // instead of `bytes`, at most all of them. Returns the highest speed in bytes per second, or 0 if n
-// is less than READ_AT_ONCE.
+// is less than READ_AT_ONCE. If weights are streamed, measures once how fast those are read.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
+    if (cpu->stream) return llamac_stream_speed(cpu->stream);
     if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
     int items = (int)(n / READ_AT_ONCE);
     double best = 0, start = llamac_seconds();
@@ -248,6 +293,7 @@ static double bandwidth(Backend *b, const void *bytes, size_t n) {
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
     llamac_thread_pool_stop(&cpu->pool);
+    llamac_close_stream(cpu->stream);
     llamac_free_pages(cpu);
     for (int i = 0; i < cpu->n_memory; i++) llamac_free_aligned(cpu->memory[i]);
     free(cpu->memory);
@@ -357,10 +403,11 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
                "bits of each with --kv";
     }
     llamac_thread_pool_start(&cpu->pool, o->n_threads);
-    if (has_tiles(cpu->kernels) && !o->no_copy && !pack_weights(cpu, o)) {
-        cpu_close(&cpu->ops);
-        return "aborted by the program";
-    }
-    *backend = &cpu->ops;
-    return NULL;
+    const char *wrong = NULL;
+    bool pack = has_tiles(cpu->kernels) && !o->no_copy && !o->stream, all = !o->stream;
+    if (pack && !pack_weights(cpu, o, &all)) wrong = "aborted by the program";
+    if (!wrong && !all && model->file) wrong = stream_weights(cpu);
+    if (wrong) cpu_close(&cpu->ops);
+    else *backend = &cpu->ops;
+    return wrong;
 }

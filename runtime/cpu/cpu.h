@@ -56,6 +56,8 @@ typedef struct {
     int first_range; // PART: number of ranges of all earlier tokens of the batch
 } AttentionItem;
 
+typedef struct Stream Stream;
+
 struct Cpu {
     Backend ops;
     Config config;
@@ -91,8 +93,11 @@ struct Cpu {
     const void *tiles; // all tiles, NULL if the weights are not packed
     size_t tiles_size; // bytes
 
+    Stream *stream; // reads the weights that are not kept in memory; NULL: all are
+
     void **memory; // (n_memory,) allocations that cpu_close frees
     int n_memory;
+    size_t allocated;   // bytes of them
     bool out_of_memory; // an allocation failed
 
     // The steps of one call of forward. The steps for one token are reused for the next token
@@ -180,6 +185,31 @@ static inline int64_t cost_of_item(const MatmulArgs *a) {
 }
 
 // ----------------------------------------------------------------------------
+// Weights that are not kept in memory (stream.c). Matrices are read in parts of whole items of
+// their product's step. In an engine with a stream, each product has steps of its own
+
+// Prepares reading these matrices, which every pass multiplies in this order. From now on their
+// `data` and `scales` point to buffers. Returns NULL if there is not enough memory or no thread.
+Stream *llamac_open_stream(Mat *const *matrices, int n, const struct File *);
+void llamac_close_stream(Stream *); // NULL is allowed
+
+int llamac_count_parts(const Stream *);
+uint64_t llamac_streamed_bytes(const Stream *); // bytes that a pass reads from the file
+
+// Returns the first part of a matrix, or -1 if the matrix is kept in memory.
+int llamac_find_part(const Stream *, const Mat *);
+
+// Adds the step that waits for a part, if an earlier part does not wait for the same bytes of the
+// file. Returns the end of the part's items.
+int llamac_open_part(Cpu *, int part);
+
+// Measures how fast the parts are read, in bytes per second.
+double llamac_stream_speed(Stream *);
+
+// Backend.failure of an engine with a stream.
+const char *llamac_stream_failure(const Backend *);
+
+// ----------------------------------------------------------------------------
 // Ops. backend.h describes their formulas
 
 void llamac_cpu_attention(Backend *, const Batch *, int layer, const Layer *, float *out,
@@ -198,6 +228,9 @@ void llamac_cpu_write_cache(Backend *, Cache *, int pos, int n, const void *byte
 // Fills in what Cpu has about the batch: caches and positions of the tokens, items of attention,
 // rotations.
 void llamac_plan_attention(Cpu *, const Batch *);
+
+// Returns the bytes of the cache of a sequence of `positions` tokens.
+size_t llamac_cache_size(const Cpu *, int positions);
 
 // Frees the unused pages.
 void llamac_free_pages(Cpu *);

@@ -307,8 +307,39 @@ static void matmul_rows(Worker *self, const void *args, int begin, int end) {
     }
 }
 
+typedef struct {
+    MatmulArgs args;
+    int first; // item
+} PartArgs;
+_Static_assert(sizeof(PartArgs) <= MAX_ARGS, "PartArgs must fit in a step");
+
+// A Task. Items are those of matmul_rows, counted from `first`.
+static void matmul_part(Worker *self, const void *args, int begin, int end) {
+    const PartArgs *a = args;
+    matmul_rows(self, &a->args, a->first + begin, a->first + end);
+}
+
+// Adds a step for each part of each product's matrix; a matrix that is kept in memory is one part.
+static void multiply_parts(Cpu *cpu, const MatmulArgs *a) {
+    for (int i = 0; i < a->n; i++) {
+        const Product *p = &a->products[i];
+        int items = items_of(p), part = llamac_find_part(cpu->stream, p->w), end;
+        PartArgs args = {*a, 0};
+        args.args.products[0] = *p, args.args.n = 1;
+        for (; args.first < items; args.first = end) {
+            end = part < 0 ? items : llamac_open_part(cpu, part++);
+            llamac_add_step(cpu, matmul_part, &args, sizeof args, end - args.first,
+                            cost_of_item(a));
+        }
+    }
+}
+
 void llamac_multiply(Cpu *cpu, const MatmulArgs *a) {
     int items = 0;
+    if (cpu->stream) {
+        multiply_parts(cpu, a);
+        return;
+    }
     for (int i = 0; i < a->n; i++) items += items_of(&a->products[i]);
     llamac_add_step(cpu, matmul_rows, a, sizeof *a, items, cost_of_item(a));
 }
@@ -408,7 +439,8 @@ void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
     MatmulArgs gated = llamac_matmul_args(cpu, gate_up, 2, &w->ffn_norm, x, T);
     MatmulArgs down = llamac_matmul_args(cpu, &(Product){x, &w->w2, true}, 1, NULL, cpu->h, T);
     llamac_prepare(cpu, &gated);
-    if (w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels))) {
+    bool fuse = !cpu->stream && w->w1.type == w->w3.type;
+    if (fuse && (T == 1 || has_tiles(cpu->kernels))) {
         // One step computes gate, up and h. It writes h as `down` reads it if that is BLOCKS, or
         // PAIRS of several tokens. Otherwise it writes floats, which llamac_prepare converts
         if (down.reads == BLOCKS || (down.reads == PAIRS && T > 1)) {
