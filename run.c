@@ -482,7 +482,8 @@ static char *model_path(const char *path) {
 static void load(Run *r, const Options *o, bool needs_tokenizer) {
     llamac_error error;
     char *path = model_path(o->model);
-    r->model = llamac_open(path, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
+    int flags = (o->tokenizer ? LLAMAC_NO_TOKENIZER : 0) | (o->stream ? LLAMAC_STREAM : 0);
+    r->model = llamac_open(path, flags, &error);
     if (!r->model || (o->verify && !llamac_verify(r->model, &error)))
         die(path, "%s", message_of(&error, path));
     free(path);
@@ -509,8 +510,7 @@ int main(int argc, char **argv) {
                                  .no_copy = o.no_copy,
                                  .sample_only = !reads_logits && !needs_logits(&o),
                                  .kv_bits = kv_bits(o.kv),
-                                 .isa = getenv("LLAMAC_ISA"),
-                                 .stream = o.stream};
+                                 .isa = getenv("LLAMAC_ISA")};
     r.raw = o.raw && !o.jsonl, r.stops = o.stops, r.n_stops = o.n_stops;
     r.prompt_cache = o.prompt_cache, r.json_object = o.json_object, r.lookup.on = o.lookup;
     r.steps = o.steps ? (int)o.steps : r.options.positions;

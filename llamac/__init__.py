@@ -87,8 +87,7 @@ class Options(ctypes.Structure):
     """llamac_options in runtime/llamac.h, which describes the fields."""
     _fields_ = [("positions", c_int), ("n_threads", c_int), ("device", c_char_p),
                 ("no_copy", c_bool), ("sample_only", c_bool), ("kv_bits", c_int),
-                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p),
-                ("stream", c_bool)]
+                ("progress", PROGRESS), ("abort", ABORT), ("data", c_void_p), ("isa", c_char_p)]
 
 
 class Sampler(ctypes.Structure):
@@ -146,6 +145,8 @@ BATCH_TOKEN = np.dtype([("sequence", np.uintp), ("token", np.int32), ("position"
 
 TEXTS = (str, list, tuple, np.ndarray)  # types of a text or of its tokens, for Engine.embed
 POOLINGS = ("mean", "last")  # the index of each is its number in C: LLAMAC_MEAN, LLAMAC_LAST
+
+STREAM = 2  # a flag of llamac_open: LLAMAC_STREAM
 
 MODEL = ENGINE = SEQUENCE = GRAMMAR = TOKENS = c_void_p
 COUNT, ERROR = POINTER(c_int), c_char_p
@@ -295,19 +296,21 @@ class ModelMemory:
 class Model:
     """
     A model and its tokenizer. source: the path of a model file, which stays mapped into memory, or
-    the bytes of one.
+    the bytes of one. stream: keep no matrices in memory; engines read them from the file for every
+    pass, for machines that have less memory than the model. source must be a path then.
 
     info: an Info, with vocab_size, seq_len, bos and more.
     """
 
     info: Info
 
-    def __init__(self, source: str | Path | bytes) -> None:
+    def __init__(self, source: str | Path | bytes, stream: bool = False) -> None:
+        flags = STREAM if stream else 0
         try:
             if isinstance(source, bytes):
-                pointer = call("open_memory", source, len(source), 0)  # 0: no flags
+                pointer = call("open_memory", source, len(source), flags)
             else:
-                pointer = call("open", bytes(Path(source)), 0)
+                pointer = call("open", bytes(Path(source)), flags)
         except Error as e:
             if isinstance(source, bytes):
                 raise

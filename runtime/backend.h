@@ -134,6 +134,7 @@ typedef struct {
     // the weights are in this mapped file: the system reads pages again that were dropped from
     // memory. NULL: they are in memory of the program
     const struct File *file;
+    bool stream; // LLAMAC_STREAM
     // SHA-256 of `data` according to the file, 64 hexadecimal digits; NULL if the file has none
     const char *sha256;
     const char *list_sha256; // likewise of `list`
@@ -247,7 +248,6 @@ typedef struct {
     int positions; // max tokens of a sequence
     int n_threads; // CPU
     bool no_copy;  // CPU: do not copy the weights
-    bool stream;   // CPU: keep no weights in memory
     int kv_bits; // CPU: bits of a number in the KV cache, 32, 16 or 8; 0: 16 for quantised weights
     bool (*progress)(void *data, float share); // llamac_options.progress
     void *data;

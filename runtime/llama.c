@@ -485,7 +485,7 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
     Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
     CHECK(!gpu || !opening->kv_bits, "a GPU keeps keys and values in 32 bits for float32 weights, "
                                      "else in 16, and has no other way; leave --kv out");
-    CHECK(!gpu || !opening->stream, "a GPU keeps all weights in its memory; leave --stream out");
+    CHECK(!gpu || !m->stream, "a GPU keeps all weights in its memory; leave --stream out");
     const char *wrong = gpu ? llamac_cuda_open(&engine->backend, m, opening, &text)
                             : llamac_cpu_open(&engine->backend, m, opening);
     CHECK(!wrong, "%s", wrong);
@@ -521,7 +521,8 @@ static bool check_positions(const Config *c, int positions, Error *e) {
 }
 
 static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e) {
-    const Config *c = &engine->model.config;
+    const Model *m = &engine->model;
+    const Config *c = &m->config;
     const char *device = o->device ? o->device : HAS_CUDA ? "cuda" : "cpu";
     bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
     CHECK(cpu || automatic || !strcmp(device, "cuda"),
@@ -535,8 +536,6 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     int kv = o->kv_bits;
     CHECK(!kv || kv == 32 || kv == 16 || kv == 8, "a KV cache of %d bits, expected 32, 16 or 8",
           kv);
-    CHECK(!o->stream || engine->model.file,
-          "weights can be streamed only from a file, and the model was opened from memory");
     engine->kernels = llamac_choose_kernels(o->isa);
     CHECK(engine->kernels,
           "'%.40s' is no instruction set of this machine, expected scalar, avx2, avxvnni, "
@@ -551,7 +550,6 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     Opening opening = {.positions = engine->positions,
                        .n_threads = engine->n_threads,
                        .no_copy = o->no_copy,
-                       .stream = o->stream,
                        .kv_bits = kv,
                        .progress = o->progress,
                        .data = o->data,
@@ -563,7 +561,16 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
         // `fail` only writes the note here: the engine starts on the CPU
         fail(&engine->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
-    return open_backend(engine, false, &opening, e);
+    TRY(open_backend(engine, false, &opening, e));
+    uint64_t streamed = engine->backend->streamed;
+    if (streamed && !m->stream) {
+        const uint8_t *first;
+        fail(&engine->note,
+             "%.0f of %.0f MB of the weights do not fit in memory and are read from the file for "
+             "every token",
+             streamed / 1e6, llamac_weight_bytes(m, &first) / 1e6);
+    }
+    return true;
 }
 
 llamac_engine *llamac_start_sized(const llamac_model *model, const llamac_options *options,

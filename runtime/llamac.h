@@ -61,7 +61,13 @@ typedef struct { char text[512]; } llamac_error; // printable ASCII
 // ----------------------------------------------------------------------------
 // Models
 
-enum { LLAMAC_NO_TOKENIZER = 1 }; // flag: do not read the tokenizer
+enum { // flags
+    LLAMAC_NO_TOKENIZER = 1, // do not read the tokenizer
+    // Keep no matrices in memory: engines read them from the file for every pass through the model.
+    // This is slow, and for machines that have less memory than the model. Without it, engines keep
+    // as many matrices as there is memory for. Only on the CPU
+    LLAMAC_STREAM = 2,
+};
 
 // Opens a model file: GGUF, or one of the formats of llama2.c (v0, v1, v2). The file stays mapped
 // until llamac_close.
@@ -211,10 +217,6 @@ typedef struct {
     // avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128. NULL: the best that the
     // machine has
     const char *isa;
-    // CPU: keep no matrices in memory, but read them from the file for every pass, one section
-    // ahead: for machines that have less memory than the model. By default, llamac_start keeps as
-    // many of them as there is memory for
-    bool stream;
 } llamac_options;
 
 // Starts an engine. NULL options are options that are all zero. `size` is sizeof(llamac_options).

@@ -591,9 +591,13 @@ static bool all_zeros(const uint8_t *bytes, size_t n) {
 // Returns whether any sample of the weights is all zeros. The samples are the first 256 bytes of
 // every 64 KiB and the last 256, because reading everything would make loading slow.
 static bool has_zeros(const Model *m) {
-    const size_t sample = 256, every = 1 << 16;
-    for (size_t at = 0; at + sample <= m->data_size; at += every)
+    const size_t sample = 256, every = 1 << 16, kept = 1 << 20; // bytes
+    for (size_t at = 0; at + sample <= m->data_size; at += every) {
         if (all_zeros(m->data + at, sample)) return true;
+        // to stream a model, its pages must not gather in memory
+        if (m->stream && at && at % kept == 0)
+            llamac_drop_pages(m->data + at - kept, m->data + at);
+    }
     return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
 }
 
@@ -631,6 +635,24 @@ bool llamac_name_file(const char *path, Error *e) {
     return e && *path ? fail(e, "%.*s: %s", MAX_SHOWN_PATH, path, e->text) : false;
 }
 
+// Opens the model in the bytes of a file. `file` is the file if it is mapped, else NULL.
+static llamac_model *open_bytes(const uint8_t *bytes, size_t size, const File *file, int flags,
+                                Error *e) {
+    llamac_model *m = calloc(1, sizeof *m);
+    if (!m) return fail(e, no_memory), NULL;
+    if (file) m->file = *file, m->transformer.file = &m->file;
+    m->transformer.stream = flags & LLAMAC_STREAM;
+    if (llamac_load(m, bytes, size, flags, e) && refuse_zeros(&m->transformer, e)) return m;
+    m->file = (File){0}; // the caller unmaps it
+    return llamac_close(m), NULL;
+}
+
+static bool check_flags(int flags, Error *e) {
+    CHECK(!(flags & ~(LLAMAC_NO_TOKENIZER | LLAMAC_STREAM)),
+          "flags are %d, expected a sum of LLAMAC_NO_TOKENIZER and LLAMAC_STREAM, or 0", flags);
+    return true;
+}
+
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
     clear(e);
     if (!bytes) return fail(e, "the file's bytes are NULL"), NULL;
@@ -638,21 +660,19 @@ llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Erro
         return fail(e,
                     "the file's bytes are not aligned, expected an address such as malloc returns"),
                NULL;
-    if (flags & ~LLAMAC_NO_TOKENIZER)
-        return fail(e, "flags are %d, expected 0 or LLAMAC_NO_TOKENIZER", flags), NULL;
-    llamac_model *m = calloc(1, sizeof *m);
-    if (!m) fail(e, no_memory);
-    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->transformer, e))
-        llamac_close(m), m = NULL;
-    return m;
+    if (!check_flags(flags, e)) return NULL;
+    if (flags & LLAMAC_STREAM)
+        return fail(e, "a model in memory cannot be streamed, expected the path of its file"), NULL;
+    return open_bytes(bytes, size, NULL, flags, e);
 }
 
 llamac_model *llamac_open(const char *path, int flags, Error *e) {
     File file;
+    clear(e);
+    if (!check_flags(flags, e)) return NULL;
     if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
-    llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
+    llamac_model *m = open_bytes(file.bytes, file.size, &file, flags, e);
     if (!m) return llamac_unmap(&file), llamac_name_file(path, e), NULL;
-    m->file = file, m->transformer.file = &m->file;
     snprintf(m->path, sizeof m->path, "%s", path);
     return m;
 }

@@ -404,7 +404,8 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
     }
     llamac_thread_pool_start(&cpu->pool, o->n_threads);
     const char *wrong = NULL;
-    bool pack = has_tiles(cpu->kernels) && !o->no_copy && !o->stream, all = !o->stream;
+    bool pack = has_tiles(cpu->kernels) && !o->no_copy && !model->stream;
+    bool all = !model->stream;
     if (pack && !pack_weights(cpu, o, &all)) wrong = "aborted by the program";
     if (!wrong && !all && model->file) wrong = stream_weights(cpu);
     if (wrong) cpu_close(&cpu->ops);
