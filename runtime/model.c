@@ -584,6 +584,11 @@ void llamac_identify(const Model *m, uint8_t identity[SHA256_BYTES]) {
 // ----------------------------------------------------------------------------
 // Zeros: an interrupted download may have its full size, with zeros in place of the missing data
 
+// Drops bytes of a model that is to be streamed, which must not gather in memory.
+static void forget(const Model *m, const void *bytes, size_t n) {
+    if (m->stream) llamac_drop_pages(bytes, (const uint8_t *)bytes + n);
+}
+
 static bool all_zeros(const uint8_t *bytes, size_t n) {
     return n && !*bytes && !memcmp(bytes, bytes + 1, n - 1);
 }
@@ -594,9 +599,7 @@ static bool has_zeros(const Model *m) {
     const size_t sample = 256, every = 1 << 16, kept = 1 << 20; // bytes
     for (size_t at = 0; at + sample <= m->data_size; at += every) {
         if (all_zeros(m->data + at, sample)) return true;
-        // to stream a model, its pages must not gather in memory
-        if (m->stream && at && at % kept == 0)
-            llamac_drop_pages(m->data + at - kept, m->data + at);
+        if (at && at % kept == 0) forget(m, m->data + at - kept, kept);
     }
     return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
 }
@@ -623,6 +626,7 @@ static bool refuse_zeros(const Model *m, Error *e) {
                   "%s%s holds nothing but zeros: the file is damaged, as by a download that broke "
                   "off",
                   tensors[i].name, where);
+            forget(m, mat->data, mat->data ? bytes_of(mat) : 0);
         }
     }
     return true;
