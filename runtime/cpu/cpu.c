@@ -185,21 +185,33 @@ static size_t room_for_tiles(const Cpu *cpu) {
     return free > other ? free - other : 0;
 }
 
-// Packs the weights into large pages, as many matrices as there is memory for. Leaves the others as
-// they are, and sets *all to false. Returns false if `progress` aborts it.
-static bool pack_weights(Cpu *cpu, const Opening *o, bool *all) {
+// Returns the bytes of tiles of the matrices that are packed if there is room for so many bytes: the
+// first ones, and later ones that still fit. Sets *lowest to the lowest address of a matrix.
+static size_t packed_size(Cpu *cpu, size_t room, const uint8_t **lowest) {
     Weights *w = &cpu->model->weights;
-    const uint8_t *lowest = w->output.data;
-    size_t room = room_for_tiles(cpu), n = 0, page = 2 << 20, done = 0, size;
+    size_t n = 0;
+    *lowest = w->output.data;
     for (int i = 0; i < cpu->config.n_layers; i++) {
         Matrices list = matrices_of(w, i);
         for (int j = 0; j < list.n; j++) {
-            size = pack_matrix(cpu, list.m[j], NULL, NULL);
+            size_t size = pack_matrix(cpu, list.m[j], NULL, NULL);
             if (n + size <= room) n += size;
-            else *all = false;
         }
-        if ((const uint8_t *)list.m[0]->data < lowest) lowest = list.m[0]->data;
+        if ((const uint8_t *)list.m[0]->data < *lowest) *lowest = list.m[0]->data;
     }
+    return n;
+}
+
+// Packs the weights into large pages. Packs as many matrices as there is memory for beside a stream
+// of the others, if that is not all, and then sets *all to false. Returns false if `progress` aborts
+// it.
+static bool pack_weights(Cpu *cpu, const Opening *o, bool *all) {
+    Weights *w = &cpu->model->weights;
+    const uint8_t *lowest;
+    size_t room = room_for_tiles(cpu), n = packed_size(cpu, SIZE_MAX, &lowest), page = 2 << 20;
+    size_t done = 0, size, buffers = 2 * SECTION_BYTES;
+    *all = n <= room;
+    if (!*all) n = packed_size(cpu, room > buffers ? room - buffers : 0, &lowest);
     uint8_t *tiles = n ? allocate(cpu, n, 1, page) : NULL;
     cpu->out_of_memory = false; // the engine works without tiles
     if (!tiles) return true;

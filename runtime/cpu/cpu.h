@@ -188,6 +188,8 @@ static inline int64_t cost_of_item(const MatmulArgs *a) {
 // Weights that are not kept in memory (stream.c). Matrices are read in parts of whole items of
 // their product's step. In an engine with a stream, each product has steps of its own
 
+enum { SECTION_BYTES = 4 << 20 }; // of each of the stream's two buffers, approximately
+
 // Prepares reading these matrices, which every pass multiplies in this order. From now on their
 // `data` and `scales` point to buffers. Returns NULL if there is not enough memory or no thread.
 Stream *llamac_open_stream(Mat *const *matrices, int n, const struct File *);

@@ -8,10 +8,7 @@
 #include "../os.h"
 #include "cpu.h"
 
-enum {
-    SECTION_BYTES = 4 << 20,
-    ALIGNMENT = 64, // of what is in a buffer, in bytes
-};
+enum { ALIGNMENT = 64 }; // of what is in a buffer, in bytes
 
 // Consecutive bytes of the file. `skipped`: bytes of the matrix's rows, or scales, before them.
 typedef struct { size_t at, n, skipped; } Extent;
