@@ -45,7 +45,7 @@ static const char help[] =
     "                   (f32; f16 where the weights are quantised)\n"
     "  --no-copy        compute from the mapped file (shared between processes)\n"
     "  --stream         read the weights from the file for every token: for machines with less\n"
-    "                   memory than the model, and slow (doc/anywhere.md)\n"
+    "                   memory than the model, and slow (doc/models.md)\n"
     "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
     "                   (runcuda: cuda; run: cpu, its only device)\n"
     "  --raw            print control characters that the model writes\n"

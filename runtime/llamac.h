@@ -61,7 +61,7 @@ typedef struct { char text[512]; } llamac_error; // printable ASCII
 // ----------------------------------------------------------------------------
 // Models
 
-enum { // flags
+enum {                       // flags
     LLAMAC_NO_TOKENIZER = 1, // do not read the tokenizer
     // Keep no matrices in memory: engines read them from the file for every pass through the model.
     // This is slow, and for machines that have less memory than the model. Without it, engines keep

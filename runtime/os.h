@@ -34,7 +34,7 @@ typedef struct File {
     const uint8_t *bytes;
     size_t size;
     int descriptor; // of the open file
-} File; // a file mapped into memory; bytes is NULL if no file is mapped
+} File;             // a file mapped into memory; bytes is NULL if no file is mapped
 
 // Maps a file into memory. Fails for directories, pipes and empty files.
 bool llamac_map_file(const char *path, File *, llamac_error *);

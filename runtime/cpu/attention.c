@@ -658,8 +658,8 @@ static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
     bool one_group_per_head = cpu->n_items == c->n_kv_heads;
-    return T == 1 && !cpu->stream && threads > 1 && c->n_kv_heads % threads == 0 && one_group_per_head
-           && c->head_dim % TILE == 0;
+    return T == 1 && !cpu->stream && threads > 1 && c->n_kv_heads % threads == 0
+           && one_group_per_head && c->head_dim % TILE == 0;
 }
 
 void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer *w, float *out,

@@ -180,8 +180,7 @@ static Matrices matrices_of(Weights *w, int layer) {
 // engine's other memory and the KV cache of a sequence.
 static size_t room_for_tiles(const Cpu *cpu) {
     uint64_t free = llamac_free_memory("");
-    uint64_t other =
-        free / 8 + cpu->allocated + llamac_cache_size(cpu, cpu->max_positions);
+    uint64_t other = free / 8 + cpu->allocated + llamac_cache_size(cpu, cpu->max_positions);
     return free > other ? free - other : 0;
 }
 
@@ -209,9 +208,10 @@ static bool pack_weights(Cpu *cpu, const Opening *o, bool *all) {
     Weights *w = &cpu->model->weights;
     const uint8_t *lowest;
     size_t room = room_for_tiles(cpu), n = packed_size(cpu, SIZE_MAX, &lowest), page = 2 << 20;
-    size_t done = 0, size, buffers = 2 * SECTION_BYTES;
+    // what a stream needs: two buffers, and a little for its steps and for rounding to large pages
+    size_t done = 0, size, stream = 3 * SECTION_BYTES;
     *all = n <= room;
-    if (!*all) n = packed_size(cpu, room > buffers ? room - buffers : 0, &lowest);
+    if (!*all) n = packed_size(cpu, room > stream ? room - stream : 0, &lowest);
     uint8_t *tiles = n ? allocate(cpu, n, 1, page) : NULL;
     cpu->out_of_memory = false; // the engine works without tiles
     if (!tiles) return true;

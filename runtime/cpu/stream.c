@@ -24,8 +24,8 @@ typedef struct {
 
 struct Stream {
     const struct File *file;
-    Part *parts;  // (n,) in the order in which a pass needs them
-    int *first;   // (n_sections + 1,) first part of each section, and n
+    Part *parts; // (n,) in the order in which a pass needs them
+    int *first;  // (n_sections + 1,) first part of each section, and n
     int n, n_sections;
     size_t bytes; // of all parts in the file
     uint8_t *buffers[2];
@@ -158,8 +158,8 @@ static Part make_part(const struct File *file, Mat *m, int first, int end) {
     size_t group = p.rows.skipped / m->group;
     size_t groups_end = (p.rows.skipped + p.rows.n + m->group - 1) / m->group;
     const uint8_t *scales = (const uint8_t *)m->scales + group * sizeof(float);
-    p.scales = (Extent){scales - file->bytes, (groups_end - group) * sizeof(float),
-                        group * sizeof(float)};
+    p.scales =
+        (Extent){scales - file->bytes, (groups_end - group) * sizeof(float), group * sizeof(float)};
     return p;
 }
 
