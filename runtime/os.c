@@ -472,7 +472,9 @@ static FILE *open_stream(const char *path) { return fopen(path, "rb"); }
 
 // Opens a file for reading. Returns its descriptor, or -1 with errno set. A pipe is opened without
 // waiting for its writer, so that it can be refused.
-static int open_descriptor(const char *path) { return open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); }
+static int open_descriptor(const char *path) {
+    return open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+}
 
 static void close_descriptor(int file) { close(file); }
 

@@ -1,5 +1,6 @@
 // The CPU backend: how it opens and closes, its list of steps, and the packing of weights in tiles.
 #include <stdlib.h>
+#include "../bytes.h"
 #include "../os.h"
 #include "cpu.h"
 

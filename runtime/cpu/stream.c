@@ -94,8 +94,7 @@ static const uint8_t *await_section(Stream *s, int section) {
     llamac_lock(&s->monitor);
     s->current = section;
     llamac_wake_all(&s->monitor);
-    while ((buffer = buffer_of(s, section)) < 0 || !s->ready[buffer])
-        llamac_sleep(&s->monitor);
+    while ((buffer = buffer_of(s, section)) < 0 || !s->ready[buffer]) llamac_sleep(&s->monitor);
     llamac_unlock(&s->monitor);
     return s->buffers[buffer];
 }
