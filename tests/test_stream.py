@@ -62,7 +62,7 @@ def test_a_streamed_model_takes_two_sections_of_memory(run_bin, wide):
 def test_a_streamed_model_cut_off_while_in_use(run_bin, wide, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(Path(wide["f32"][0]).read_bytes())
-    p = subprocess.Popen([run_bin, path, "-t", "0", "-n", "0", "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = subprocess.Popen([run_bin, path, "-t", "0", "-n", "0", "-j", "1", "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdout.read(12)
     os.truncate(path, path.stat().st_size // 2)
     _, message = p.communicate(timeout=60)
