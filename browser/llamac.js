@@ -1,32 +1,35 @@
-// Runs a model by the WebAssembly module that `make wasm` writes, in a page, a worker or node:
+// Runs a model with the WebAssembly module that `make wasm` writes, in a page, a worker or node:
 //
 //     const model = await llamac.open(program, file)  // the bytes of llamac.wasm and model.gguf
 //     for await (const text of model.generate("Once upon a time", { temperature: 0 })) show(text)
 //     model.stop()  // ends the text that is being generated
 //
-// It computes in the thread that calls it. A page should call it in a worker, as page.js does.
+// It blocks the thread that calls it for about 30 ms at a time. A page should call it in a worker,
+// as page.js does with worker.js.
 "use strict"
 const llamac = (() => {
-  /** Return a promise that is fulfilled after the messages that have arrived, such as "stop". */
+  const channel = typeof setImmediate === "function" ? null : new MessageChannel()
+
+  /** Return a promise that resolves when the messages before it, such as "stop", are handled. */
   function pause() {
-    if (typeof setImmediate === "function") return new Promise(setImmediate)
-    const { port1, port2 } = new MessageChannel()
+    if (!channel) return new Promise(setImmediate)
     return new Promise(resolve => {
-      port1.onmessage = resolve
-      port2.postMessage(0)
+      channel.port1.onmessage = resolve
+      channel.port2.postMessage(0)
     })
   }
 
   /**
    * Open a model. program: the bytes of llamac.wasm, or a WebAssembly.Module; file: the bytes of a
-   * GGUF file (Uint8Array). Throws an Error that says what is wrong with the file.
+   * GGUF file, as Uint8Array or ArrayBuffer. Throws an Error that says what is wrong with the file.
    */
   async function open(program, file) {
-    const made = await WebAssembly.instantiate(program)
-    const c = (made.instance ?? made).exports
-    let turn = 0  // number of the text that is being generated
+    const result = await WebAssembly.instantiate(program)  // of bytes: { instance, module }
+    const c = (result.instance ?? result).exports
+    if (file instanceof ArrayBuffer) file = new Uint8Array(file)
+    let turn = 0  // changed by generate and stop, which ends the generate before
 
-    /** Return n bytes of the module's memory. When it grows, earlier views become invalid. */
+    /** Return a view of n bytes of the module's memory, which is valid until the memory grows. */
     const bytes = (at, n) => new Uint8Array(c.memory.buffer, at >>> 0, n)
 
     /** Return the Error of the module's latest failure. */
@@ -43,7 +46,7 @@ const llamac = (() => {
       return at
     }
 
-    /** Call `use` with the address and the length of a text; with 0 and 0 if it is null. */
+    /** Call use(address, bytes) with a copy of a text, then free it; for null call use(0, 0). */
     function withText(text, use) {
       if (text === null) return use(0, 0)
       const data = new TextEncoder().encode(text + "\0")
@@ -59,49 +62,53 @@ const llamac = (() => {
     if (!c.open(place(file), file.length)) throw failure()
 
     const model = {
-      positions: c.positions(),  // max tokens that the model sees
+      positions: c.positions(),  // context, in tokens
       canChat: !!c.can_chat(),   // the model has a chat template
-      tokens: 0,                 // of the latest text, without its prompt
-      speed: 0,                  // tokens per second of the latest text, without its prompt
+      tokens: 0,                 // generated for the latest text
+      speed: 0,                  // of the latest text, in generated tokens per second
 
       stop() {
         turn++
       },
 
       /**
-       * Yield a text in parts, about 30 each second. It ends if generate or stop is called.
-       * chat: the prompt is a message, the text the answer. fresh: the message begins a new chat.
-       * system: system prompt of a new chat; null: that of the model. steps: max tokens, of a chat
-       * those of the answer, otherwise those of the prompt count too, as for `run -n`.
+       * Generate a text, and yield it in up to 30 parts per second. It ends early if generate or
+       * stop is called. chat: the prompt is a user's message, and the text is the answer to it.
+       * fresh: the message begins a new chat. system: system prompt of a new chat; null: the
+       * default of the chat template. steps: max tokens of the answer; without chat, of prompt and text
+       * together.
        */
       async *generate(prompt, { chat = false, fresh = false, system = null, temperature = 1,
         topp = 0.9, seed = Date.now(), steps = model.positions } = {}) {
-        const mine = ++turn
-        const began = withText(system, at => withText(prompt, (words, n) =>
+        const ownTurn = ++turn
+        const promptTokens = withText(system, at => withText(prompt, (words, n) =>
           c.begin(words, n, chat, fresh, at, steps, temperature, topp, seed)))
-        if (began < 0) throw failure()
+        if (promptTokens < 0) throw failure()
         const decoder = new TextDecoder()
         const take = n => decoder.decode(bytes(c.shown(), n))
         let text = ""
-        let shown = performance.now(), first = 0  // times in ms: of the latest part, of token 1
+        let lastYield = performance.now()  // ms
+        let firstToken = 0                 // when it was generated, ms
         model.tokens = model.speed = 0
-        while (!c.done() && mine === turn) {
+        while (!c.done() && ownTurn === turn) {
           const n = c.step()
           if (n < 0) throw failure()
           if (n) text += take(n)
           const now = performance.now()
           model.tokens = c.sampled()
-          if (model.tokens) first ||= now
-          if (model.tokens > 1) model.speed = 1000 * (model.tokens - 1) / (now - first)
-          if (now - shown < 30) continue
+          if (model.tokens) firstToken ||= now
+          const time = now - firstToken
+          if (model.tokens > 1 && time > 0) model.speed = 1000 * (model.tokens - 1) / time
+          if (now - lastYield < 30) continue
           if (text) yield text
           text = ""
-          shown = now
+          lastYield = now
           await pause()
         }
-        if (mine !== turn) return
-        const n = c.finish()
-        if (n) text += take(n)
+        if (ownTurn === turn) {
+          const n = c.finish()
+          if (n) text += take(n)
+        }
         if (text) yield text
       },
     }

@@ -1,4 +1,7 @@
-"""One HTML file that runs a model: browser/page.html with the program and a GGUF file inside."""
+"""
+Build one self-contained HTML file that runs a model: browser/page.html with the WebAssembly module
+and a GGUF file embedded.
+"""
 import base64
 import html
 from pathlib import Path
@@ -9,14 +12,15 @@ from configurator import fail
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = ROOT / "browser"
 MODULE = BROWSER / "llamac.wasm"
-MAX_BYTES = 384 << 20  # of a model: a browser's strings hold 512 MiB, and base64 adds a third
+MAX_BYTES = 383 << 20  # of a model; in base64 it is one string, of which browsers allow 512 MiB
+# The comment at the top of page.html begins with this, by which export.py knows its own pages.
 MARK = b"<!-- Written by export.py: llamac.wasm"
 
 
 def program():
     """Return the WebAssembly module. Exit with a message if it has not been compiled."""
     if not MODULE.exists():
-        fail(f"{MODULE.relative_to(ROOT)} is missing, the program of the page: run `make wasm`")
+        fail(f"{MODULE.relative_to(ROOT)} is missing, the WebAssembly module of the page; run `make wasm`")
     return MODULE.read_bytes()
 
 
@@ -38,7 +42,7 @@ def page(name, facts, module, model):
         name=html.escape(name),
         facts=html.escape(facts),
         style=text(ROOT / "page" / "style.css"),
-        worker=text(BROWSER / "llamac.js") + text(BROWSER / "worker.js"),
+        worker=text(BROWSER / "llamac.js") + ";\n" + text(BROWSER / "worker.js"),
         page=text(BROWSER / "page.js"),
         program=base64.b64encode(module).decode(),
         model=base64.b64encode(model).decode(),
