@@ -75,8 +75,8 @@ const llamac = (() => {
        * Generate a text, and yield it in up to 30 parts per second. It ends early if generate or
        * stop is called. chat: the prompt is a user's message, and the text is the answer to it.
        * fresh: the message begins a new chat. system: system prompt of a new chat; null: the
-       * default of the chat template. steps: max tokens of the answer; without chat, of prompt and text
-       * together.
+       * default of the chat template. steps: max tokens of the answer; without chat, of prompt and
+       * text together.
        */
       async *generate(prompt, { chat = false, fresh = false, system = null, temperature = 1,
         topp = 0.9, seed = Date.now(), steps = model.positions } = {}) {
