@@ -1,7 +1,5 @@
 """
-What Linux and macOS do in one way and Windows in another: locks, processes, signals, memory.
-
-Windows lacks fcntl and most signals, so what the trainer needs of them is here.
+One interface for what differs between POSIX and Windows: locks, signals, processes, memory.
 """
 import ctypes
 import os
@@ -15,14 +13,17 @@ except ModuleNotFoundError:
     fcntl = None
 
 IS_WINDOWS = fcntl is None
-# Windows locks a part of a file, which others then cannot read: this byte, beyond any content.
+# Other processes cannot read a byte that is locked on Windows, so the lock is on one beyond the end
+# of any file.
 LOCKED_BYTE = 1 << 30
-# Sent by the user or a job queue, by a terminal that closes, at the limit of `ulimit -t`, and by
-# Ctrl-Break on Windows.
+# Signals that ask a program to stop, beside Ctrl-C: SIGTERM comes from `kill` or a job queue,
+# SIGHUP from a terminal that closes, SIGXCPU at the limit of `ulimit -t`, SIGBREAK from Ctrl-Break
+# on Windows.
 STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGXCPU", "SIGBREAK")
          if hasattr(signal, name)]
 SAVE = getattr(signal, "SIGUSR1", None)  # asks a training to save and continue; None on Windows
-# os.open: as bytes; do not wait for the other end of a pipe; no child inherits the file
+# Flags of os.open for reading bytes. It does not wait for the writer of a pipe, and no child
+# process inherits the file.
 READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NONBLOCK", "O_CLOEXEC"))
 
 
@@ -54,7 +55,7 @@ def lock(file, wait=False):
 
 
 def to_disk(path):
-    """Force a file to disk, or a folder's list of names, which Windows does by itself."""
+    """Force a file, or a folder's list of names, to disk. On Windows, do nothing for a folder."""
     if IS_WINDOWS and os.path.isdir(path):
         return
     handle = os.open(path, os.O_RDWR | os.O_BINARY if IS_WINDOWS else os.O_RDONLY)
@@ -66,7 +67,7 @@ def to_disk(path):
 
 def remove_open(file):
     """Remove an open file and close it."""
-    if IS_WINDOWS:  # which removes no open file
+    if IS_WINDOWS:  # it cannot remove an open file
         file.close()
     os.unlink(file.name)
     file.close()
@@ -83,12 +84,12 @@ def is_running(pid):
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # another user's process
+        pass  # it exists, and belongs to another user
     return True
 
 
 def is_running_on_windows(pid):
-    """is_running() by OpenProcess."""
+    """is_running() on Windows."""
     query_limited_information, access_denied, still_active = 0x1000, 5, 259
     if not 0 < pid < 1 << 32:
         return False
@@ -96,7 +97,7 @@ def is_running_on_windows(pid):
     kernel.OpenProcess.restype = ctypes.c_void_p
     process = kernel.OpenProcess(query_limited_information, False, ctypes.c_uint32(pid))
     if not process:
-        return ctypes.get_last_error() == access_denied
+        return ctypes.get_last_error() == access_denied  # it exists, and belongs to another user
     code = ctypes.c_uint32()
     kernel.GetExitCodeProcess(ctypes.c_void_p(process), ctypes.byref(code))
     kernel.CloseHandle(ctypes.c_void_p(process))
@@ -105,7 +106,8 @@ def is_running_on_windows(pid):
 
 def kill(pid):
     """End a process at once."""
-    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # both end it at once on Windows
+    # Windows has no SIGKILL, but there SIGTERM ends a process at once.
+    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class MemoryCounters(ctypes.Structure):
 
 
 def process_memory():
-    """Return the memory of this process now and at its peak, in bytes, on Windows."""
+    """On Windows, return the memory (working set) of this process now and at its peak, in bytes."""
     kernel, counters = ctypes.WinDLL("kernel32"), MemoryCounters()
     kernel.GetCurrentProcess.restype = ctypes.c_void_p
     kernel.K32GetProcessMemoryInfo(ctypes.c_void_p(kernel.GetCurrentProcess()),

@@ -136,7 +136,7 @@ static int wrong(const char *path) {
     llamac_close(NULL), llamac_stop(NULL), llamac_free(NULL), llamac_sequence_free(NULL);
     REFUSED(llamac_open(NULL, 0, &e));
     REFUSED(llamac_open("", 0, &e));
-    REFUSED(llamac_open(path, 2, &e));
+    REFUSED(llamac_open(path, 4, &e));
     REFUSED(llamac_open(path, -1, &e));
     REFUSED(llamac_open_memory(NULL, 100, 0, &e));
     REFUSED(llamac_open_memory((char *)m + 1, 100, 0, &e));

@@ -218,7 +218,7 @@ def test_the_page_says_what_is_wrong(program, model, browser, tmp_path, monkeypa
 def test_mistakes_of_the_export_are_one_line(model, tmp_path, monkeypatch, capsys):
     page = partial(command, monkeypatch, model, format="html", path=tmp_path / "m.html")
     monkeypatch.setattr(web_page, "MODULE", ROOT / "browser/none.wasm")
-    assert "browser/none.wasm is missing, the program of the page: run `make wasm`" in refused(capsys, page)
+    assert "browser/none.wasm is missing, the WebAssembly module of the page; run `make wasm`" in refused(capsys, page)
     (tmp_path / "none.wasm").touch()
     monkeypatch.setattr(web_page, "ROOT", tmp_path)
     monkeypatch.setattr(web_page, "MODULE", tmp_path / "none.wasm")

@@ -1773,7 +1773,7 @@ def test_gradients_are_made_out_of_autocast():
     opt = optim.make_optimizer(model, optim.OptimizerConfig("adamw", 1e-3))
     x, y = torch.zeros(2, 6, 8, dtype=torch.long)
     t = SimpleNamespace(args=args, model=model, network=model, opt=opt, device=torch.device("cpu"), dataset=None,
-                        amp=torch.autocast("cpu", torch.bfloat16))
+                        amp=torch.autocast("cpu", torch.bfloat16), teachers=())
     train.train_step(t, 0, x, y, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
     assert seen == [False]
 

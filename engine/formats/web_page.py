@@ -20,7 +20,8 @@ MARK = b"<!-- Written by export.py: llamac.wasm"
 def program():
     """Return the WebAssembly module. Exit with a message if it has not been compiled."""
     if not MODULE.exists():
-        fail(f"{MODULE.relative_to(ROOT)} is missing, the WebAssembly module of the page; run `make wasm`")
+        fail(f"{MODULE.relative_to(ROOT)} is missing, the WebAssembly module of the page; "
+             "run `make wasm`")
     return MODULE.read_bytes()
 
 

@@ -1,4 +1,7 @@
-"""Choose the prompt of a training's samples: how a validation document of its own text begins."""
+"""
+Choose the prompt for the samples of a training: the beginning of a document of its validation text,
+or a question of its validation conversations.
+"""
 import re
 
 import numpy as np
@@ -7,18 +10,22 @@ from engine.formats.chat_template import FIRST, TARGET
 from engine.streams import one_line, width
 
 MAX_WIDTH = 24     # max columns of a prompt in a terminal; a Chinese character has two
-MIN_WIDTH = 8      # min columns to end a prompt before a punctuation mark
+MIN_WIDTH = 8      # a prompt ends before a punctuation mark that has at least so many columns
+                   # before it
 MAX_QUESTION = 80  # max columns of a question
-LOOKED_AT = 20     # documents, or conversations
+MAX_TRIED = 20     # max documents or conversations to look at
 HELLO = "Hello"    # the prompt if there is no short question
+SEARCHED = 1 << 16  # tokens of validation text to search for documents
+SEARCHED_CHATS = 1 << 18  # tokens of validation conversations to search for a question
+# text up to the first punctuation mark
 CLAUSE = re.compile(r"[^,.;:!?…，。；：！？、]+")
 
 
 def choose(prepared, context):
     """
-    Return a prompt, a line without "|", of at most half of the context's tokens: the beginning of
-    the first validation document that has one; of conversations, the first question. "" for a text
-    without one.
+    Return a prompt of one line without "|", which has at most half as many tokens as the context
+    (`context`). Of a text it is the beginning of the first validation document that gives one, ""
+    if none does; of conversations the first question that can be used, otherwise HELLO.
     """
     if prepared.masks:
         return first_question(prepared, context)
@@ -33,15 +40,15 @@ def choose(prepared, context):
 
 def first_lines(prepared, max_tokens=1000):
     """
-    Return lines of the validation split that may begin a prompt: the first of each document. If
-    there is one document, it may begin in the middle of a sentence: then the first lines of its
-    paragraphs come first.
+    Return lines of the validation split whose beginnings may be prompts: the first line of each
+    document. A single document may begin within a sentence, where the text was split. So its later
+    paragraphs' first lines come first, then its other lines, then its first line.
     """
-    tokens, tokenizer = np.asarray(prepared.val[:1 << 16]), prepared.tokenizer
-    starts = np.flatnonzero(tokens == tokenizer.bos_id)[:LOOKED_AT]
+    tokens, tokenizer = np.asarray(prepared.val[:SEARCHED]), prepared.tokenizer
+    starts = np.flatnonzero(tokens == tokenizer.bos_id)
     ends = np.append(starts[1:], len(tokens))
     texts = [tokenizer.decode(tokens[start:min(end, start + max_tokens)].tolist()).strip()
-             for start, end in zip(starts, ends)]
+             for start, end in zip(starts[:MAX_TRIED], ends)]
     lines = [text.partition("\n")[0] for text in texts]
     if len(texts) == 1:
         _, *paragraphs = re.split(r"\n\s*\n", texts[0])
@@ -52,8 +59,9 @@ def first_lines(prepared, max_tokens=1000):
 
 def beginning(line):
     """
-    Return how a line begins, up to a punctuation mark or MAX_WIDTH columns; "" if it can't be shown
-    or has "|", which separates prompts.
+    Return the beginning of a line, up to a punctuation mark, at most MAX_WIDTH columns. Return ""
+    if it has damaged bytes, control characters, no letter or digit, or "|", which separates
+    prompts.
     """
     line = line.strip()
     clause = CLAUSE.match(line)
@@ -63,31 +71,35 @@ def beginning(line):
     while width(short) > MAX_WIDTH:
         short = short[:-1]
     if len(short) < len(line) and not line[len(short)].isspace() and " " in short:
-        short = short.rpartition(" ")[0]  # not within a word
+        short = short.rpartition(" ")[0]  # do not end within a word
     short = short.strip()
     is_plain = "|" not in short and "\ufffd" not in short and one_line(short) == short
     return short if is_plain and re.search(r"\w", short) else ""
 
 
 def first_question(prepared, context):
-    """Return the question of a validation conversation, HELLO if none is a short line."""
-    chat, marks = prepared.chat, np.asarray(prepared.masks["val"][:1 << 18])
-    tokens, frame = np.asarray(prepared.val[:len(marks)]), chat.encode_prompt("x")
-    for start in np.flatnonzero(marks & FIRST)[:LOOKED_AT]:
+    """
+    Return the first question of a validation conversation that is one line of at most MAX_QUESTION
+    columns, HELLO if there is none.
+    """
+    chat, marks = prepared.chat, np.asarray(prepared.masks["val"][:SEARCHED_CHATS])
+    tokens = np.asarray(prepared.val[:len(marks)])
+    frame = chat.encode_prompt("x")  # what the chat template puts around a message
+    for start in np.flatnonzero(marks & FIRST)[:MAX_TRIED]:
         asked = tokens[start:start + context // 2].tolist()
         answers = np.flatnonzero(marks[start:start + len(asked)] & TARGET)
         asked = asked[:answers[0]] if len(answers) else []
         text = chat.decode(between(asked, frame)).strip()
         is_line = width(text) <= MAX_QUESTION and "|" not in text and one_line(text) == text
-        # With a system prompt before it, or a template that changes it, it would be encoded
-        # otherwise.
+        # The prompt is encoded alone. That would give other tokens if a system prompt came before
+        # it, or if the template had changed it.
         if text and is_line and chat.encode_prompt(text) == asked:
             return text
     return HELLO
 
 
 def between(ids, frame):
-    """Return ids without what they have in common with the beginning and the end of `frame`."""
+    """Return ids without the first and the last ones that they share with `frame`."""
     def common(a, b):
         equal = [x == y for x, y in zip(a, b)]
         return equal.index(False) if False in equal else len(equal)
