@@ -62,6 +62,7 @@ SAME_TEXT = ("train_bytes", "val_bytes", "train_documents", "val_documents")
 SLOWER = 1.1, 10    # a run may take so many times as long as the base's, and so many seconds more
 SLOWER_STEPS = 10, 60  # the same for runs of the same number of steps
 BUSY = 1.2          # a machine is busy if runs of the same time have so many times as many steps
+WORTH_A_NOTE = 0.01  # least difference in steps to tell of, as a fraction of the base's
 MAX_DIFF = 200_000  # characters of a diff in the ledger
 MAX_FILE = 1 << 20  # bytes of an untracked file that is tried too; a larger one may be data
 
@@ -434,7 +435,7 @@ def measured(sides, folder):
                  if name in ("difference", "low", "high", "p")}
         found |= {"decision": "keep" if is_better else "discard",
                   "why": sentence(verdict, "the base", "the change", unit="bits per byte")
-                  + busy(sides)}
+                  + notes_on_steps(sides)}
     except Failed as e:
         found = {"decision": "failed", "why": redact(str(e))}
     except (Interrupted, KeyboardInterrupt) as e:
@@ -448,13 +449,20 @@ def measured(sides, folder):
     return found
 
 
-def busy(sides):
-    """Return a note for a verdict if runs of a side took much more steps than others; else ""."""
+def notes_on_steps(sides):
+    """
+    Return notes for a verdict on runs of the same time: that runs of one side took much more steps
+    than others, and that the two sides took different numbers of steps. "" if all took the same.
+    """
+    notes, (base_side, change_side) = "", sides
     for side in sides:
         low, high = min(side.steps), max(side.steps)
         if high > BUSY * low:
-            return f"; the machine was busy: the {side.name} took {low:,} to {high:,} steps"
-    return ""
+            notes += f"; the machine was busy: the {side.name} took {low:,} to {high:,} steps"
+    more = sum(change_side.steps) / max(1, sum(base_side.steps)) - 1
+    if abs(more) >= WORTH_A_NOTE:
+        notes += f"; the change took {abs(more):.0%} {'more' if more > 0 else 'fewer'} steps"
+    return notes
 
 
 def main(hypothesis, flags):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import experiment
 from engine.training import load, score
 from tests.test_train import ROOT, folder, run, rows  # noqa: F401
 
@@ -308,3 +309,13 @@ def test_the_program_itself_is_tried(tmp_path):
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     row = json.loads(Path(clone, "experiments.jsonl").read_text())
     assert done.returncode == 0 and row["decision"] == "discard" and min(row["change_bpb"]) > max(row["base_bpb"]), done.stdout
+
+
+def test_a_verdict_tells_whose_runs_took_more_steps():
+    def sides(base, change):
+        return [SimpleNamespace(name=name, steps=steps) for name, steps in (("base", base), ("change", change))]
+    assert experiment.notes_on_steps(sides([400, 400], [400, 400])) == ""
+    assert experiment.notes_on_steps(sides([1000, 1010], [1004, 1011])) == ""
+    assert experiment.notes_on_steps(sides([1000, 1000], [960, 960])) == "; the change took 4% fewer steps"
+    assert experiment.notes_on_steps(sides([1000, 700], [960, 960])) == ("; the machine was busy: the base took 700 to 1,000 steps; "
+                                                                        "the change took 13% more steps")
