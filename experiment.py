@@ -9,7 +9,7 @@ The same training, --minutes or --steps long, runs with the base commit and with
 in turns, once per seed. Each run's best model is scored in bits per byte of the base's validation
 text, by the base's code (engine/training/score.py). The change is kept if the difference is larger
 than the seeds' noise (engine/verdict.py). A line of JSON in the ledger says what was tried and what
-came of it: commit, diff, results, "keep", "discard", "failed" or "interrupted".
+came of it: commit, diff, results, "keep", "discard", "unclear", "failed" or "interrupted".
 
 The change runs from a copy: the working tree and git's index stay as they are, and what you edit
 meanwhile belongs to the next experiment. The text, the time and the settings after -- are the
@@ -429,11 +429,13 @@ def measured(sides, folder):
         compare_runs(*sides, folder)
         results = [side.results for side in sides]
         verdict = judge(*results)
-        is_better = verdict.distinguishable and verdict.difference < 0
+        decision = "unclear"
+        if verdict.distinguishable or verdict.low == verdict.high == 0:  # 0: the same results
+            decision = "keep" if verdict.difference < 0 else "discard"
         found = {name: value if value == value else None  # NaN, of a single seed
                  for name, value in verdict._asdict().items()
                  if name in ("difference", "low", "high", "p")}
-        found |= {"decision": "keep" if is_better else "discard",
+        found |= {"decision": decision,
                   "why": sentence(verdict, "the base", "the change", unit="bits per byte")
                   + notes_on_steps(sides)}
     except Failed as e:

@@ -673,8 +673,8 @@ llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Erro
 llamac_model *llamac_open(const char *path, int flags, Error *e) {
     File file;
     clear(e);
-    if (!check_flags(flags, e)) return NULL;
-    if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
+    if (!check_flags(flags, e) || !llamac_map_file(path, &file, e))
+        return llamac_name_file(path ? path : "", e), NULL;
     llamac_model *m = open_bytes(file.bytes, file.size, &file, flags, e);
     if (!m) return llamac_unmap(&file), llamac_name_file(path, e), NULL;
     snprintf(m->path, sizeof m->path, "%s", path);

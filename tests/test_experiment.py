@@ -161,14 +161,14 @@ def test_a_change_is_kept_if_it_is_better_than_the_noise_and_all_stays_as_it_was
     repository.edit('data = "stories"', 'data = "easier"')
     repository.edit("dim = 32", "dim = 16", "config/preset.py")
     row, out = repository.try_change("nothing", "--seeds=2", "--seed=7", "--steps=5", "--", "config/preset.py")
-    assert row["decision"] == "discard" and "not distinguishable" in row["why"] and row["seeds"] == [7, 8]
+    assert row["decision"] == "unclear" and "not distinguishable" in row["why"] and row["seeds"] == [7, 8]
     assert (row["base_steps"], row["change_steps"]) == ([32] * 2, [16] * 2)  # the preset is a part of what is tried
     assert (repository.folder / "out/experiments/3/change/seed8.txt").read_text() == "trained stories 0.0 5\n"
     assert not (repository.folder / "cache/prepared-easier").exists()
 
     table = repository.start()
     lines = table.communicate()[0].splitlines()
-    assert [line.split()[:2] for line in lines[1:4]] == [["1", "keep"], ["2", "discard"], ["3", "discard"]] and "less gain" in lines[2]
+    assert [line.split()[:2] for line in lines[1:4]] == [["1", "keep"], ["2", "discard"], ["3", "unclear"]] and "less gain" in lines[2]
 
 
 def test_what_is_tried_cannot_touch_the_score_the_text_or_the_time(repository):
@@ -304,11 +304,11 @@ def test_the_program_itself_is_tried(tmp_path):
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "as it is"], cwd=clone, check=True)
     path = clone / "train.py"
     path.write_text(path.read_text().replace('optimizer = "muon" ', 'optimizer = "adamw"'))
-    command = [sys.executable, "experiment.py", "AdamW is as good", "--minutes=0.1", "--", "--data=stories:2000", "--max_seq_len=64",
+    command = [sys.executable, "experiment.py", "AdamW is as good", "--steps=150", "--", "--data=stories:2000", "--max_seq_len=64",
                "--device=cpu", "--peak_tflops=0.1", "--eval_iters=4", "--checks=none"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     row = json.loads(Path(clone, "experiments.jsonl").read_text())
-    assert done.returncode == 0 and row["decision"] == "discard" and min(row["change_bpb"]) > max(row["base_bpb"]), done.stdout
+    assert done.returncode == 0 and row["decision"] == "discard" and min(row["change_bpb"]) > max(row["base_bpb"]), row
 
 
 def test_a_verdict_tells_whose_runs_took_more_steps():
