@@ -150,14 +150,25 @@ def from_speed(run):
     """Return the names of the settings that a run's time budget derived from the measured speed."""
     if run.is_foreign or not run.config.get("minutes"):
         return set()
-    try:
-        words = shlex.split(read_json(run.folder / "result.json", MAX_SETTINGS, {})["command"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # unknown: none
-        return set()
-    files = [word for word in words if word.endswith((".py", ".yaml", ".json"))
+    words = command_words(run.folder)
+    files = [word for word in words or () if word.endswith((".py", ".yaml", ".json"))
              and not word.endswith("train.py") and not word.startswith("-")]
+    # A repetition, `train.py RUN/config.json`, has what the command of that run gave.
+    for file in files:
+        if Path(file).name == "config.json":
+            words = [*words, *(command_words(Path(file).parent) or ())]
+    if words is None or any(Path(file).name != "config.json" for file in files):
+        return set()
     given = {word.removeprefix("--").partition("=")[0] for word in words}
-    return set() if files else {*FROM_SPEED} - given
+    return {*FROM_SPEED} - given
+
+
+def command_words(folder):
+    """Return the words of the command of the run in a folder, None if they are unknown."""
+    try:
+        return shlex.split(read_json(folder / "result.json", MAX_SETTINGS, {})["command"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def incidental(found):

@@ -203,8 +203,8 @@ def sentence(verdict, a="A", b="B", unit="", lower_is_better=True):
         n += f" and {verdict.n_b}"
     if verdict.more is None:
         places = decimals_for(difference / 10)
-        return (f"not distinguishable: a single seed shows no noise, train at least 2 each ({b} "
-                f"minus {a}: {difference:,.{places}f}{unit}, {n})")
+        return (f"not distinguishable: a single seed shows no noise, train at least 2 each, as by "
+                f"--seeds=2 ({b} minus {a}: {difference:,.{places}f}{unit}, {n})")
     half = (high - low) / 2
     if low == high == 0:
         return f"no difference: {a} and {b} have the same results ({n})"

@@ -384,8 +384,11 @@ def test_changed_programs_texts_and_time_budgets_are_told_apart(tmp_path):
         for name, given in (("timed", "--minutes=5"), ("given", f"--minutes=5 --max_iters {400 + seed}"), ("preset", "config/x.py --minutes=5")):
             write_run(tmp_path / "out", f"{name}-{seed}", 2.5, seed=seed, minutes=5.0, max_iters=400 + seed, weight_decay=0.1 * seed)
             (tmp_path / f"out/{name}-{seed}/result.json").write_text(json.dumps({"command": f"python train.py {given}"}))
+        command = "--minutes=5 --dropout=0.1" if seed == 1 else f"{tmp_path}/out/repeated-1/config.json --seed=2"
+        write_run(tmp_path / "out", f"repeated-{seed}", 2.5, seed=seed, minutes=5.0, dim=32, dropout=0.1)
+        (tmp_path / f"out/repeated-{seed}/result.json").write_text(json.dumps({"command": f"python train.py {command}"}))
     rows = table_in(tmp_path, "--csv")
-    assert {row["run"]: row["n"] for row in rows} == {f"out/{name}": "2" for name in ("same", "try1", "try2", "text", "timed")} | {
+    assert {row["run"]: row["n"] for row in rows} == {f"out/{name}": "2" for name in ("same", "try1", "try2", "text", "timed", "repeated")} | {
         f"out/{name}-{seed}": "1" for name in ("given", "preset") for seed in (1, 2)}
     assert len({row["diff"] for row in rows}) == 3 and {row["text_bytes"] for row in rows} == {"10000", "10001"}
 

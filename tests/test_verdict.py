@@ -106,7 +106,7 @@ def test_a_single_seed_shows_no_noise():
     for one in judge({1: 2.0}, {1: 1.9}), judge([2.0], [1.9, 1.95, 1.93]):
         assert math.isnan(one.p) and math.isnan(one.low) and one.more is None and not one.distinguishable
     assert sentence(judge({1: 2.0}, {1: 1.9}), unit="nats") == (
-        "not distinguishable: a single seed shows no noise, train at least 2 each (B minus A: -0.10 nats, n = 1)")
+        "not distinguishable: a single seed shows no noise, train at least 2 each, as by --seeds=2 (B minus A: -0.10 nats, n = 1)")
 
 
 @pytest.mark.parametrize("a, b, message", [([], [1.0], "no results"), ([1.0], {}, "no results"), ([1.0, math.nan], [1.0], "not a finite"),

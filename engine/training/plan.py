@@ -437,8 +437,8 @@ def limiting_factor(config, state, row, meta):
     if row["tokens"] > 4 * min_tokens(12 * config.n_layers * config.dim ** 2):
         return (f"limited by the size: a larger --dim (now {config.dim}) learns more in this "
                 f"time")
-    return (f"limited by the time ({read}): --minutes={4 * config.minutes:g} trains a larger model "
-            f"on more of the text")
+    gain = "a larger model on more of the text" if epochs <= 1 else "longer, or a larger model"
+    return f"limited by the time ({read}): --minutes={4 * config.minutes:g} trains {gain}"
 
 
 def values(plan):
