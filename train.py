@@ -449,9 +449,8 @@ def main(config, steps=math.inf):
         estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
     # ---- teachers of a distillation --------------------------------------------------------------
-    teachers = load.load_teachers(config, dataset, device)
-    written = distill.written_tokens(config, dataset.meta)
-    if written and not eval_only:
+    teachers = [] if eval_only else load.load_teachers(config, dataset, device)
+    if teachers and (written := distill.written_tokens(config, dataset.meta)):
         dataset.read_beside(distill.written_text(teachers, dataset, written, cache))
 
     # ---- model and optimizer ---------------------------------------------------------------------

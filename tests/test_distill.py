@@ -43,6 +43,14 @@ def test_the_loss_and_its_gradient_are_those_of_soft_targets():
     assert all(p.grad is None for teacher in teachers for p in teacher.parameters())
 
 
+def test_a_batch_without_targets_has_no_loss_and_no_gradient():
+    student, teacher = models(2)
+    x = torch.randint(50, (2, 16))
+    loss = distill.loss(student, [teacher], x, torch.full_like(x, -1))
+    loss.backward()
+    assert loss.item() == 0 and all(not p.grad.any() for p in student.parameters())
+
+
 def test_of_one_teacher_that_knows_the_text_the_loss_is_the_usual_one():
     student, sure = models(2, tied=False)
     x = torch.randint(50, (2, 16))
@@ -133,6 +141,7 @@ def test_what_a_teacher_writes_has_the_frequencies_that_it_predicts():
     (["--teacher=first", "--vocab_source=char"], "--teacher=first: has another vocabulary than my.txt, expected the same"),
     (["--teacher=first", "--overfit=4"], "--overfit and --teacher: expected one of them"),
     (["--teacher=my.txt"], "my.txt"),
+    (["--teacher=,"], "--teacher=,: names no model; expected paths, separated by commas"),
 ])
 def test_what_cannot_teach_is_refused(trained, words, said):
     done = run(trained, *WORDS, "--out_dir=refused", *words, code=2)

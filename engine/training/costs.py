@@ -17,7 +17,7 @@ from configurator import fail
 from engine.formats import layout
 from engine.ops import CrossEntropy
 from engine.text import yardsticks
-from engine.training import distributed, hardware, lora
+from engine.training import distill, distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
@@ -428,8 +428,10 @@ def measured_step(trial, seconds):
     while len(passes) < 3 or time.perf_counter() < end:
         passes.append(timed(trial.forward_backward, rows))
         updates.append(timed(trial.update))
-    step = sequences / rows * statistics.median(passes[1:]) + statistics.median(updates[1:])
-    return step, rows
+    one_pass = sequences / rows * statistics.median(passes[1:])
+    # Teachers as large as the model: a forward pass of each is a third of forward and backward.
+    one_pass *= 1 + len(distill.paths(config.teacher)) / 3
+    return one_pass + statistics.median(updates[1:]), rows
 
 
 def measure(config, args, setup, seconds=1.0):

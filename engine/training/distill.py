@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from configurator import fail
 from engine.files import replacing
+from engine.text.prepare import errors_in_one_line
 from engine.training import distributed
 from engine.untrusted import reading
 
@@ -50,14 +51,15 @@ def written_tokens(config, meta):
 def loss(network, teachers, x, y, documents=None):
     """
     Return the mean cross-entropy in nats between the mean of the teachers' probabilities and those
-    of the network. x: (B, T) tokens; y: (B, T), of which only the sign matters: positions with y <
-    0 are ignored; documents: see Transformer.forward.
+    of the network, 0 without targets. x: (B, T) tokens; y: (B, T), of which only the sign matters:
+    positions with y < 0 have no target; documents: see Transformer.forward.
     """
-    is_counted = y.flatten() >= 0  # (B T,)
     with torch.no_grad():
-        target = mean_probabilities(teachers, x, documents)[is_counted]  # (N, V)
+        target = mean_probabilities(teachers, x, documents)  # (B T, V)
     logits, _ = network(x, every=1, documents=documents)  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1)[is_counted].float(), target)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), target, reduction="none")  # (B T,)
+    has_target = y.flatten() >= 0
+    return (losses * has_target).sum() / has_target.sum().clamp(min=1)
 
 
 def mean_probabilities(teachers, x, documents):
@@ -82,7 +84,8 @@ def written_text(teachers, dataset, n, folder):
         for tensor in teacher.state_dict().values():
             digest.update(tensor.cpu().float().numpy().tobytes())
     path = Path(folder, "written", digest.hexdigest()[:16] + ".bin")
-    distributed.on_master(write_text, teachers, dataset, n, path)
+    with errors_in_one_line("--teacher", path.parent):
+        distributed.on_master(write_text, teachers, dataset, n, path)
     with reading(path, "tokens that teachers have written", fail):
         tokens = np.fromfile(path, dataset.train.dtype)
         if len(tokens) < n:

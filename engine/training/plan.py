@@ -304,7 +304,6 @@ def plan_length(config, given, meta, setup):
     """
     usual_batch = config.batch_size
     config, step_time = fill_gpu(config, given, meta, setup)
-    step_time *= 1 + len(distill.paths(config.teacher)) / 3  # a forward pass: a third of a step
     seconds = training_seconds(config.minutes)
     step_epochs = tokens_per_step(config) / meta["train_tokens"]
     possible_steps = seconds / step_time
@@ -430,7 +429,9 @@ def limiting_factor(config, state, row, meta):
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
                 f"prepared ({read}): more --max_text_bytes lowers the loss")
     # A derived max_iters is reached only after max_epochs; one that is reached earlier was given.
-    if state["step"] >= config.max_iters and epochs < 0.9 * max_epochs(meta["train_bytes"]):
+    # A derived one counts all steps as readings of the text, also those on what teachers wrote.
+    planned = epochs * (1 + distill.written_tokens(config, meta) / meta["train_tokens"])
+    if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
     if state["step"] >= config.max_iters:
         return f"limited by the text ({read}): more text lowers the loss, more time hardly"

@@ -6,7 +6,7 @@ import sys
 from configurator import fail
 from engine.files import refuse_impossible_paths
 from engine.spans import spanned
-from engine.training import distributed, lora, mode
+from engine.training import distill, distributed, lora, mode
 
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
               "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads", "seeds")
@@ -55,6 +55,8 @@ def check_settings(config):
     lora.parse_targets(config.lora_targets)
     if config.lora_rank and config.fsdp and distributed.world > 1:
         fail("--lora_rank and --fsdp: expected one of them; LoRA trains in copies (DDP)")
+    if config.teacher and not distill.paths(config.teacher):
+        fail(f"--teacher={config.teacher}: names no model; expected paths, separated by commas")
     mode.check(config)
     if config.fsdp and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--fsdp=True saves its slices as safetensors; needed: pip install safetensors")
