@@ -37,7 +37,7 @@ from engine import system
 from engine.advice import renamed
 from engine.files import write_atomic
 from engine.programs import passing_signals
-from engine.streams import one_line, outlast
+from engine.streams import format_seconds, one_line, outlast
 from engine.sweep_file import check, command_of, draw, grid, knobs_of, program, suggest, varies
 from engine.tracking.redact import redact
 from engine.tracking.runs import Run, is_finite, read_run
@@ -202,11 +202,6 @@ def refuse_other(sweep, values, folder):
 
 # ---- the cores and GPUs that trials share --------------------------------------------------------
 
-def cores():
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def gpus():
     """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -232,7 +227,7 @@ def shares(names):
     devices = [] if "device" in names else gpus()
     for slot, variables in enumerate(found):
         if not os.environ.get("OMP_NUM_THREADS"):
-            variables["OMP_NUM_THREADS"] = str(max(1, cores() // parallel))
+            variables["OMP_NUM_THREADS"] = str(max(1, system.cores() // parallel))
         if len(devices) > 1:
             variables["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     return found
@@ -574,7 +569,7 @@ class Sweep:
         if best := self.best():
             parts.append(f"best so far {self.worded(best)}")
         if (left := self.seconds_left()) is not None:
-            parts.append(f"{duration(left)} left")
+            parts.append(f"{format_seconds(left)} left")
         return ", ".join(parts)
 
     def seconds_left(self):
@@ -626,7 +621,7 @@ class Sweep:
         """Return the line that tells what a trial came to."""
         name = f"trial {trial.number}"
         if trial.status == "finished":
-            return f"{name}: {self.worded(trial)}, {duration(trial.seconds)}"
+            return f"{name}: {self.worded(trial)}, {format_seconds(trial.seconds)}"
         name += self.details(trial)
         if trial.status == "stopped":
             return f"{name} was stopped at step {trial.steps:,}; the same command continues it"
@@ -728,13 +723,6 @@ class Sweep:
 def short(value):
     """Return a setting for a line, a float with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def duration(seconds):
-    """Return a time in words: 40 s, 14 min, 2.5 h."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def reason_of(one):

@@ -32,6 +32,14 @@ def printable(text, pattern=UNSAFE):
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def format_seconds(seconds):
+    """Return a duration in words, with two digits: 45 s, 3.2 min, 5.1 h, 12 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{seconds:.2g} s"
+
+
 def one_line(text):
     """Return printable() of a value as part of a line: newlines and tabs are escaped too."""
     return printable(str(text), UNSAFE_IN_A_LINE)

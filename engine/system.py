@@ -110,6 +110,11 @@ def kill(pid):
     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
+def cores():
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 class MemoryCounters(ctypes.Structure):

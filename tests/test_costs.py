@@ -12,6 +12,7 @@ import torch
 
 import train
 from engine.debug import instruments
+from engine.streams import format_seconds
 from engine.training import costs, distributed, fit_batch, hardware, plan
 from export import export_model
 from model import ModelArgs, Transformer
@@ -185,7 +186,8 @@ def test_the_line_of_time():
     assert "about 3.2 min, until " in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
     assert "1,234 tokens/s" in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
     assert "the limit" in costs.time_line(knobs(max_minutes=1.0), {"seconds": 192, "tokens_per_sec": 1.0})
-    assert [costs.format_seconds(n) for n in (45, 600, 7200, 86400 * 12)] == ["45 s", "10 min", "2 h", "12 days"]
+    assert [format_seconds(n) for n in (3.4, 45, 600, 840, 7200, 9000, 86400 * 12)] == [
+        "3.4 s", "45 s", "10 min", "14 min", "2 h", "2.5 h", "12 days"]
     assert [costs.format_bytes(n) for n in (12 << 20, 1 << 30, 3.4 * 2 ** 30)] == ["12 MiB", "1.0 GiB", "3.4 GiB"]
 
 

@@ -15,7 +15,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from pathlib import Path
@@ -24,7 +23,7 @@ from configurator import fail  # first: it reports missing packages
 
 from engine.files import publish, refuse_impossible_paths, write_atomic
 from engine.formats.chat_template import CHATML, Chat
-from engine.system import lock
+from engine.system import cores, lock
 from engine.text import stories
 from engine.text.blocks import Unfit
 from engine.text.corpus import Conversations, changed_meanwhile, load_corpus, make_corpus
@@ -316,8 +315,3 @@ def locked(cache):
             print(f"waiting for another program, which prepares data in {cache}", flush=True)
             lock(f, wait=True)
         yield
-
-
-def cores():
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -16,6 +16,7 @@ import torch
 from configurator import fail
 from engine.formats import layout
 from engine.ops import CrossEntropy
+from engine.streams import format_seconds
 from engine.text import yardsticks
 from engine.training import distill, distributed, hardware, lora
 
@@ -583,14 +584,6 @@ def describe(config, args, dataset, setup, estimate):
 def format_bytes(size):
     """Return a size in words: 12 MiB, 3.4 GiB."""
     return f"{size / 2 ** 30:.1f} GiB" if size >= 2 ** 30 else f"{size / 2 ** 20:.0f} MiB"
-
-
-def format_seconds(seconds):
-    """Return a duration in words, with two digits: 45 s, 3.2 min, 5.1 h, 12 days."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 1.5 * size:
-            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
-    return f"{seconds:.2g} s"
 
 
 def memory_line(kinds, free=None):

@@ -77,7 +77,8 @@ def resolve(config, device, prepare, build):
     if config.sample_prompt == "auto":
         prompt = sample_prompts.choose(prepared, config.max_seq_len)
         config = config.changed(sample_prompt=prompt)
-        say(f"samples continue {prompt!r}; --sample_prompt sets other prompts")
+        if not config.eval_only:
+            say(f"samples continue {prompt!r}; --sample_prompt sets other prompts")
     return Resolved(config, start, resuming, changes, clock, setup, prepared, args)
 
 
