@@ -80,6 +80,8 @@ const llamac = (() => {
        */
       async *generate(prompt, { chat = false, fresh = false, system = null, temperature = 1,
         topp = 0.9, seed = Date.now(), steps = model.positions } = {}) {
+        if (!Number.isSafeInteger(seed) || seed < 0)
+          throw new Error(`seed is ${seed}, expected a whole number of at least 0`)
         const ownTurn = ++turn
         const promptTokens = withText(system, at => withText(prompt, (words, n) =>
           c.begin(words, n, chat, fresh, at, steps, temperature, topp, seed)))
@@ -107,6 +109,7 @@ const llamac = (() => {
         }
         if (ownTurn === turn) {
           const n = c.finish()
+          if (n < 0) throw failure()
           if (n) text += take(n)
         }
         if (text) yield text

@@ -1,6 +1,6 @@
 // The library as a WebAssembly module: what llamac.js calls. An instance of the module has one
-// model and one text. Functions that can fail return false, NULL or -1, and `error` then returns the
-// message. `make wasm` compiles it.
+// model and generates one text at a time. `open`, `begin`, `step` and `finish` return false or -1 if
+// they fail, and `error` then returns the message. `make wasm` compiles it.
 #include <stdlib.h>
 #include <string.h>
 #include "../runtime/llamac.h"
@@ -8,8 +8,8 @@
 #define EXPORT(name) __attribute__((export_name(#name)))
 
 enum {
-    MAX_POSITIONS = 8192, // max tokens that the model sees: their keys and values take memory
-    PART = 32,            // max tokens of a prompt that a step evaluates
+    MAX_POSITIONS = 8192, // max context in tokens, which limits the memory of the KV cache
+    PART = 32,            // max tokens that a step evaluates
 };
 
 static llamac_model *model;
@@ -19,12 +19,16 @@ static llamac_info info;
 static llamac_sampler sampler;
 static llamac_text *text;
 static llamac_error error;
-static const char *shown;         // the bytes that the last step has added to the text
-static int *window;               // (llamac_positions,) tokens that the model sees
-static int length, evaluated;     // tokens in the window; how many have keys and values
-static int sampled, left;         // tokens sampled so far, tokens that may follow
-static int pending = -1;          // sampled token that is not in the window, or -1
-static bool in_chat, done = true; // the text is a chat; nothing follows
+static const char *shown; // bytes that the last step or finish has added to the text
+static int *window;       // (llamac_positions,) ids of the tokens in the context
+static int length;        // number of tokens in the window
+static int evaluated;     // number of tokens of the window that are in the KV cache
+static int sampled;       // number of tokens sampled for the text
+static int left;          // number of tokens that may still be sampled
+static int pending = -1;  // the latest sampled token, if it is not yet in the window, or -1
+static bool in_chat;      // the window holds a chat
+static bool ended;        // the model has ended the text
+static bool done = true;  // no more tokens follow
 
 EXPORT(allocate) void *allocate(size_t n) { return malloc(n); }
 EXPORT(release) void release(void *p) { free(p); }
@@ -33,7 +37,8 @@ EXPORT(shown) const char *shown_text(void) { return shown; }
 EXPORT(done) bool is_done(void) { return done; }
 EXPORT(sampled) int sampled_tokens(void) { return sampled; }
 
-// Opens the model in `bytes`, memory of `allocate` that stays in use, and starts its engine.
+// Opens the model in `bytes` and starts its engine. `bytes` come from `allocate` and must not be
+// released.
 EXPORT(open) bool open_model(const void *bytes, size_t size) {
     model = llamac_open_memory(bytes, size, 0, &error);
     info = llamac_describe(model);
@@ -43,7 +48,7 @@ EXPORT(open) bool open_model(const void *bytes, size_t size) {
     llamac_options options = {.positions = positions, .n_threads = 1, .device = "cpu"};
     engine = llamac_start(model, &options, &error);
     sequence = engine ? llamac_sequence_new(engine, &error) : NULL;
-    window = malloc(positions * sizeof *window);
+    window = engine ? malloc(llamac_positions(engine) * sizeof *window) : NULL;
     if (sequence && !window) strcpy(error.text, "not enough memory");
     return sequence && window;
 }
@@ -51,42 +56,45 @@ EXPORT(open) bool open_model(const void *bytes, size_t size) {
 EXPORT(positions) int positions(void) { return llamac_positions(engine); }
 EXPORT(can_chat) bool can_chat(void) { return llamac_use_template(model, NULL, &error); }
 
-// Adds n tokens to the window. If it is full, its first half becomes the latest tokens, which are
-// then evaluated again; the first token of all, usually BOS, keeps its place. As in cli/streams.h.
+// Adds n tokens to the window. If they do not fit, it keeps the latest tokens, old and new, that fill
+// half of it; they are evaluated again. The first token of the text, usually BOS, stays in front. As
+// in cli/streams.h.
 static void feed(const int *tokens, int n) {
-    int all = llamac_positions(engine), half = all > 3 ? all / 2 : 1;
-    if (n <= all - length) {
+    int capacity = llamac_positions(engine), half = capacity > 3 ? capacity / 2 : 1;
+    if (n <= capacity - length) {
         memcpy(window + length, tokens, n * sizeof *window);
         length += n;
         return;
     }
-    int first = length ? window[0] : tokens[0], new = n < half ? n : half, old = half - new;
-    memmove(window, window + length - old, old * sizeof *window);
-    memcpy(window + old, tokens + n - new, new * sizeof *window);
+    int first = length ? window[0] : tokens[0];
+    int n_new = n < half ? n : half, n_old = half - n_new;
+    memmove(window, window + length - n_old, n_old * sizeof *window);
+    memcpy(window + n_old, tokens + n - n_new, n_new * sizeof *window);
     if (half > 1) window[0] = first;
     length = half, evaluated = 0;
 }
 
-// Begins a text with n bytes of a prompt, or an answer to them if `chat`. The text of a chat goes on
-// until `fresh`. system: of a chat's first turn, or NULL for that of the model. steps: max tokens,
-// those of the prompt counted as by `run -n`; in a chat, those of the answer. Returns -1 or the
-// number of the prompt's tokens.
+// Begins to generate. Without `chat`, the text continues a prompt of n bytes. With `chat`, it answers
+// them as a user's message; the chat before is kept unless `fresh`. system: the system prompt of a
+// new chat, NULL for the default of the chat template. steps: max tokens of the answer or, without
+// `chat`, of prompt and text together, without BOS. seed: a whole number of at least 0. Returns the
+// number of tokens of the prompt or message.
 EXPORT(begin)
-int begin(const char *words, size_t n, bool chat, bool fresh, const char *system, int steps,
+int begin(const char *prompt, size_t n, bool chat, bool fresh, const char *system, int steps,
           float temperature, float topp, double seed) {
     bool first = fresh || !chat || !in_chat || !length;
-    bool bos = info.add_bos || !n; // an empty prompt needs a token
+    bool bos = info.add_bos || !n; // with an empty prompt, BOS is the token to evaluate
     int count, *tokens;
-    if (chat) tokens = llamac_encode_turn(model, first, system, words, n, &count, &error);
-    else tokens = llamac_encode(model, words, n, bos, &count, &error);
+    if (chat) tokens = llamac_encode_turn(model, first, system, prompt, n, &count, &error);
+    else tokens = llamac_encode(model, prompt, n, bos, &count, &error);
     if (tokens && !count) strcpy(error.text, "the prompt has no tokens");
-    if (!tokens || !count) return -1;
+    if (!tokens || !count) return llamac_free(tokens), -1;
     if (first) length = evaluated = 0;
     else if (pending >= 0) feed(&pending, 1);
     feed(tokens, count);
     llamac_free(tokens);
     sampler = (llamac_sampler){.temperature = temperature, .topp = topp, .state = (uint64_t)seed};
-    in_chat = chat, sampled = 0, pending = -1;
+    in_chat = chat, sampled = 0, pending = -1, ended = false;
     left = chat ? steps : steps + bos - count;
     done = left <= 0;
     llamac_text_free(text);
@@ -94,8 +102,8 @@ int begin(const char *words, size_t n, bool chat, bool fresh, const char *system
     return text ? count : -1;
 }
 
-// Evaluates the tokens of the window that have not been evaluated, of a prompt a part, then samples a
-// token. Returns how many bytes the text has grown by, which are at `shown`; -1 after a failure.
+// Evaluates the next tokens of the window, at most PART. If all are evaluated then, samples a token.
+// Returns how many bytes the text has grown by; they are at `shown`.
 EXPORT(step) int step(void) {
     size_t n = 0;
     if (pending >= 0) feed(&pending, 1);
@@ -108,15 +116,17 @@ EXPORT(step) int step(void) {
     if (token < 0) return -1;
     int result = llamac_text_add(text, token, &shown, &n, &error);
     if (result < 0) return -1;
-    done = result == LLAMAC_END || !--left;
-    if (result == LLAMAC_END) return (int)n;
-    sampled++, pending = token;
+    ended = result == LLAMAC_END;
+    if (!ended) sampled++, pending = token;
+    done = ended || !--left;
     return (int)n;
 }
 
-// Ends a text that has not ended by itself. Returns how many bytes were held back, which are at `shown`.
+// Ends the text, unless the model has. Returns how many bytes had been held back, such as a part of a character; they are
+// at `shown`.
 EXPORT(finish) int finish(void) {
     size_t n = 0;
     done = true;
-    return llamac_text_finish(text, &shown, &n, &error) ? (int)n : 0;
+    if (ended) return 0;
+    return llamac_text_finish(text, &shown, &n, &error) ? (int)n : -1;
 }

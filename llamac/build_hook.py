@@ -1,9 +1,10 @@
 """
-The hook that `pip install .` runs through hatchling (pyproject.toml): it compiles runtime/ into a
-library inside the package.
+The build hook that `pip install .` runs through hatchling (pyproject.toml): it compiles runtime/
+into a library inside the package.
 
-The compiler is that of the variable CC, or cc; on Windows that of the PyPI package ziglang, because
-Microsoft's does not compile runtime/. CFLAGS replaces -O3, as in the Makefile.
+The environment variable CC names the compiler; the default is cc, on Windows that of the PyPI
+package ziglang, because Microsoft's does not compile runtime/. CFLAGS replaces -O3, as in the
+Makefile.
 """
 import os
 import shlex
@@ -14,17 +15,17 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NAME = "llamac.dll" if sys.platform == "win32" else "libllamac.so"  # as llamac/__init__.py has it
+NAME = "llamac.dll" if sys.platform == "win32" else "libllamac.so"  # as in llamac/__init__.py
 
 
 def words(variable, default):
-    """Return the words of a variable of the environment, or a default list."""
+    """Return the words of an environment variable, `default` if it is unset or empty."""
     text = os.environ.get(variable, "")
     return shlex.split(text, posix=sys.platform != "win32") or default
 
 
 def build_library(root, path):
-    """Compile the library of the sources in root/runtime to a path. Exit if that fails."""
+    """Compile the sources in root/runtime into a shared library at `path`. Exit if that fails."""
     sources = sorted(str(p.relative_to(root)) for p in [*root.glob("runtime/*.c"),
                                                         *root.glob("runtime/cpu/*.c")])
     zig = [sys.executable, "-m", "ziglang", "cc"]
@@ -35,18 +36,19 @@ def build_library(root, path):
         code = subprocess.run(command, cwd=root).returncode
     except OSError as e:
         sys.exit(f"error: the C compiler {command[0]} cannot be started ({e.strerror}); install "
-                 "one, or name it in the variable CC")
+                 "one, or name it in the environment variable CC")
     if code:
         sys.exit(f"error: the C compiler ended with code {code}: {shlex.join(command)}")
 
 
 class LibraryHook(BuildHookInterface):
-    """Adds the library to a wheel, which is then for one kind of machine and any Python 3."""
+    """Adds the library to a wheel, and tags the wheel for one platform and any Python 3."""
 
     def initialize(self, version, build_data):
         """
-        Compile the library. version: "editable" for `pip install -e .`, which then uses the
-        checkout's library; build_data: what hatchling puts into the wheel, changed here.
+        Compile the library. version: "editable" for `pip install -e .`: the library is then made in
+        the checkout, from where the package is loaded. build_data: hatchling's settings of this
+        build, which are changed here.
         """
         root = Path(self.root)
         platform = self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
