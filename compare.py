@@ -399,12 +399,18 @@ def setting_columns(comparison):
             and len({repr(one.setting(name)) for one in comparison.groups}) > 1]
 
 
+def column_of(setting):
+    """Return the name of a setting's column, which is not that of a result, such as minutes."""
+    return f"setting {setting}" if setting in RESULTS else setting
+
+
 def table_rows(comparison):
     """Return the comparison as rows of values, the names of the columns first."""
     metric, settings = comparison.metric, setting_columns(comparison)
     rows = []
     for one in comparison.groups:
-        row = {name: one.setting(name) for name in settings} | one.results() | {"run": one.name}
+        row = {column_of(name): one.setting(name) for name in settings} | one.results()
+        row["run"] = one.name
         if comparison.has_groups:
             summary = one.summary(metric)
             row |= {"n": summary["n"], f"mean {metric}": summary["mean"], "sd": summary["sd"],
@@ -419,7 +425,7 @@ def table_rows(comparison):
     for name in (comparison.sort, metric):
         if name and not {name, f"best {name}"} & {*columns, *results, *settings}:
             columns.append(name)
-    columns = list(dict.fromkeys([*columns, *results, *settings]))
+    columns = list(dict.fromkeys([*columns, *results, *map(column_of, settings)]))
     return [columns] + [[row.get(name) for name in columns] for row in rows]
 
 

@@ -320,11 +320,18 @@ def save_for_page(found, folder):
 
 
 def save_picture(matrix, names, folder):
-    """Draw a confusion matrix to folder/confusion.svg if that is a run's folder."""
+    """
+    Draw a confusion matrix to folder/confusion.svg if that is a run's folder. A file there that
+    this has not drawn is kept, with a warning.
+    """
     if not run_folder.is_run(folder):
         return
     path = Path(folder, "confusion.svg")
     try:
+        if path.exists() and not path.read_bytes().startswith(charts.HEAT_MAP.encode()):
+            print(f"warning: {path} is not of evaluate.py; move it elsewhere for the picture of "
+                  "the confusion matrix")
+            return
         write_atomic(path, charts.heat_map(matrix, names, "actual", "expected"))
     except OSError as e:
         print(f"warning: {path} cannot be written ({e.strerror})")

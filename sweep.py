@@ -263,7 +263,7 @@ def ask(study, number, row):
 
 
 def tell(study, trial):
-    """Tell Optuna what a trial came to."""
+    """Tell Optuna the result of a trial that has ended."""
     from optuna.trial import TrialState
     if trial.status == "finished":
         study.tell(trial.asked, trial.value)
@@ -592,7 +592,7 @@ class Sweep:
         return sorted((trial for trial in self.trials if trial.status in ORDER), key=key)
 
     def best(self):
-        """Return the finished trial with the best value, None if there is none."""
+        """Return the finished trial with the best value, None if no trial has finished."""
         finished = [trial for trial in self.trials if trial.status == "finished"]
         return min(finished, key=lambda trial: self.sign * trial.value, default=None)
 
@@ -618,7 +618,7 @@ class Sweep:
         return self.measured(trial.value) + self.details(trial)
 
     def outcome(self, trial):
-        """Return the line that tells what a trial came to."""
+        """Return a line with the result of a trial that has ended, or why it has none."""
         name = f"trial {trial.number}"
         if trial.status == "finished":
             return f"{name}: {self.worded(trial)}, {format_seconds(trial.seconds)}"

@@ -202,6 +202,9 @@ def svg(figure):
     return "".join(parts) + "</svg>\n"
 
 
+HEAT_MAP = "<!-- llamac: heat map -->\n"  # how each begins
+
+
 def heat_map(counts, names, x_label, y_label):
     """
     Return a square matrix of counts as SVG, with the names of its rows and columns. The color of a
@@ -212,7 +215,7 @@ def heat_map(counts, names, x_label, y_label):
     left = 50 + max(map(columns, shown)) * 7
     size, top = cell * len(names), 40 + max(map(columns, shown)) * 7
     middle = top + size / 2
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 30} '
+    parts = [HEAT_MAP + f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 30} '
              f'{top + size + 20}" width="{left + size + 30}" font-size="{min(12, cell)}" '
              'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
              f'<text x="{left + size / 2}" y="20" text-anchor="middle">{html.escape(x_label)}'

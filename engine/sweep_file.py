@@ -56,7 +56,7 @@ def check(sweep):
     if type(sweep.get("run_cap", 1)) is not int or sweep.get("run_cap", 1) < 1:
         refuse(f"run_cap is {sweep['run_cap']!r}, expected a whole number from 1 on")
     if "${program}" in command:
-        program(sweep)  # raises ValueError if there is none
+        program(sweep)  # raises ValueError if the file does not exist
     known = knobs_of(sweep) if "${program}" in command else {}
     for name, spec in sweep["parameters"].items():
         check_parameter(name, spec, sweep["method"])
@@ -88,7 +88,7 @@ def check_metric(sweep):
 
 
 def check_command(command):
-    """Raise ValueError if a command would not do here what it does under `wandb agent`."""
+    """Raise ValueError if sweep.py would expand a command differently than `wandb agent`."""
     is_list = isinstance(command, list) and command
     if not is_list or not all(isinstance(word, (str, int, float)) for word in command):
         refuse(f"command is {command!r}, expected a list of words such as "
@@ -106,8 +106,8 @@ def check_command(command):
         if key in SET_BY_SWEEP and word != key:  # "out_dir" without dashes or = is no option
             refuse(f"command sets {word}, but the sweep gives each trial its own {key}; set "
                    "it under parameters")
-    if not any(word.startswith("${args") for word in words):
-        refuse("command has no ${args}, so that a trial would not get its values")
+    if not any(is_macro(word) and word.startswith("${args") for word in words):
+        refuse("command has no word ${args}, so trials would not get their values")
 
 
 def is_macro(word):
@@ -116,8 +116,8 @@ def is_macro(word):
 
 def program(sweep):
     """
-    Return the path of the program to run: as the file has it, else beside sweep.py. Raises
-    ValueError if there is none.
+    Return the path of the program to run: the path in the sweep file or, if no file is there, the
+    file of that name beside sweep.py. Raises ValueError if neither exists.
     """
     path = Path(str(sweep.get("program", "train.py")))
     path = path if path.is_file() else ROOT / path.name
@@ -126,8 +126,8 @@ def program(sweep):
 
 def knobs_of(sweep):
     """
-    Return the settings of a sweep's program as {name: (default, ...)}; {} if they are not known,
-    because it has no configure() or is none of our files.
+    Return {name: (default, section, comment)} of the settings of a sweep's program; {} if it is not
+    one of this project's, which call configure(globals()).
     """
     try:
         path = program(sweep)
@@ -292,8 +292,10 @@ def macros(values, path):
 
 def command_of(sweep, values):
     """Return the words of a trial's command, and the environment variables that the sweep sets."""
-    known, words = macros(values, str(program(sweep))), []
-    for word in map(str, sweep.get("command", COMMAND)):
+    command, words = [str(word) for word in sweep.get("command", COMMAND)], []
+    # A command that names its program by itself needs no file of the sweep's program.
+    known = macros(values, str(program(sweep)) if "${program}" in command else "")
+    for word in command:
         word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)
         words += known.get(word[2:-1], [word]) if is_macro(word) else [word]
     return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity")

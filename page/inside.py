@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.tracking.runs import first_prompt
 from page.programs import ClientGone, OneAtATime
 from page.server import Response, as_download
 from page.talk import model_files
@@ -63,12 +64,9 @@ class Inside:
 
     def list(self, request):
         """Return {"models": their names, "prompts": {run: the first prompt of its samples}}."""
-        prompts = {}
-        for name, run in list(self.runs.runs.items()):
-            prompt = run.config.get("sample_prompt")
-            if isinstance(prompt, str) and prompt != "auto":
-                prompts[name] = prompt.split("|")[0]
-        return {"models": list(self.paths()), "prompts": prompts}
+        prompts = {name: first_prompt(run.config) for name, run in list(self.runs.runs.items())}
+        known = {name: prompt for name, prompt in prompts.items() if prompt}
+        return {"models": list(self.paths()), "prompts": known}
 
     def data(self, request):
         """

@@ -208,7 +208,8 @@ class RunApi:
             names = [name for run in shown for name in run.columns if name not in compare.X]
             entries = []
             for run in shown:
-                cells = {name: cell(compare.setting_of(run, name)) for name in settings}
+                cells = {compare.column_of(name): cell(compare.setting_of(run, name))
+                         for name in settings}
                 entries.append(notes.get(run.name, {}) | self.entry(run) | {"settings": cells})
             columns = [name for name in compare.RESULTS
                        if any(name in entry["results"] for entry in entries)]
@@ -217,7 +218,8 @@ class RunApi:
             sort = f"best {metric}" if f"best {metric}" in columns else metric
             if read and sort not in columns:
                 columns.insert(0, sort)
-            return {"more": bool(self.runs.unread), "settings": settings,
+            return {"more": bool(self.runs.unread),
+                    "settings": [compare.column_of(name) for name in settings],
                     "metrics": list(dict.fromkeys(names)), "runs": entries, "columns": columns,
                     "metric": metric, "sort": sort,
                     "descending": compare.is_small_good(metric) is False,

@@ -393,6 +393,14 @@ def test_changed_programs_texts_and_time_budgets_are_told_apart(tmp_path):
     assert len({row["diff"] for row in rows}) == 3 and {row["text_bytes"] for row in rows} == {"10000", "10001"}
 
 
+def test_a_setting_has_another_column_than_a_result_of_its_name(tmp_path):
+    for minutes in 1.0, 2.0:
+        write_run(tmp_path / "out", f"of-{minutes:.0f}", 2.5 - minutes / 10, minutes=minutes)
+    rows = table_in(tmp_path, "--csv")
+    assert [(row["run"], row["setting minutes"]) for row in rows] == [("out/of-2", "2"), ("out/of-1", "1")]
+    assert all(float(row["minutes"]) < 1 for row in rows)  # of five seconds
+
+
 def test_foreign_runs_are_repetitions_only_if_they_have_seeds(tmp_path):
     for n in range(1, 7):
         name, config = [("seeded", {"lr": 0.1, "random_seed": n}), ("program", {"command": ["./program"]}), ("same", {"seed": 1})][(n - 1) // 2]

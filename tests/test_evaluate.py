@@ -180,7 +180,7 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     assert kept["accuracy"] == row["accuracy"] and kept["names"] == ["go", "stop", "wait"]
     assert kept["matrix"] == [[counts[a, b] for b in kept["names"]] for a in kept["names"]]
     assert kept["macro_average"]["f1"] == row["f1"] and kept["scores"][0] == ["go", *(row[f"{m}/go"] for m in kept["macro_average"]), 10]
-    assert (tmp_path / "tuned/confusion.svg").read_text().startswith("<svg") and "wrote tuned/confusion.svg" in done.stdout
+    assert (tmp_path / "tuned/confusion.svg").read_text().startswith("<!-- llamac: heat map -->\n<svg") and "wrote tuned/confusion.svg" in done.stdout
 
 
 @pytest.mark.parametrize("content, message", [
@@ -415,3 +415,15 @@ def test_a_model_trained_on_conversations_answers_and_the_result_is_in_wandb_and
     shown = run_api.evaluation(tmp_path / "tuned")
     assert shown["accuracy"] == row["accuracy"] and [group[1] for group in shown["groups"]] == ["red", "green", "blue"]
     assert shown["names"] == evaluate.GROUP_COLUMNS and shown["matrix"] == []
+
+
+def test_a_picture_that_is_not_ours_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate.run_folder, "is_run", lambda folder: True)
+    path = tmp_path / "confusion.svg"
+    path.write_text("<svg>mine</svg>")
+    evaluate.save_picture([[1, 0], [0, 1]], ["a", "b"], tmp_path)
+    assert path.read_text() == "<svg>mine</svg>" and "is not of evaluate.py; move it elsewhere" in capsys.readouterr().out
+    path.unlink()
+    for matrix in [[1, 0], [0, 1]], [[1, 1], [0, 3]]:
+        evaluate.save_picture(matrix, ["a", "b"], tmp_path)
+    assert ">3</text>" in path.read_text()

@@ -18,10 +18,9 @@ import yaml
 from wandb.sdk.launch.sweeps import utils as agent
 
 import sweep
-from engine import system
 import train
 from configurator import configure
-from engine import sweep_file
+from engine import sweep_file, system
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER = """
@@ -303,7 +302,8 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name):
     ({"metric": {"name": "a", "impute": "best"}}, "metric has 'impute', which is not known here"),
     ({"metric": {"name": "a", "target": "low"}}, "'target': 'low'}, expected "),
     ({"command": "python train.py"}, "command is 'python train.py', expected a list"), ({"command": []}, "command is [], expected"),
-    ({"command": ["${interpreter}", "${program}"]}, "command has no ${args}"),
+    ({"command": ["${interpreter}", "${program}"]}, "command has no word ${args}"),
+    ({"command": ["${interpreter}", "${program}", "${args}x"]}, "command has no word ${args}"),
     ({"command": ["${args}", "${args_json_file}"]}, "command has ${args_json_file}, expected one of ${env}, "),
     ({"command": ["${args}", "${envvar:NOT_HERE}"]}, "command has ${envvar:NOT_HERE}, but the environment has no NOT_HERE"),
     ({"command": ["${program}", "${args}", "--out-dir=here"]}, "command sets --out-dir=here, but the sweep gives"),
@@ -519,3 +519,9 @@ def test_bayes_goes_on_with_the_values_that_it_would_have_had(tmp_path):
             done = run(tmp_path / name, content, f"--count={n}")
             assert done.returncode == 0, done.stderr
     assert [t["x"] for t in tried(tmp_path / "whole")] == [t["x"] for t in tried(tmp_path / "cut")]
+
+
+def test_a_command_that_names_its_program_needs_no_other():
+    content = {"method": "grid", "program": "nowhere.py", "parameters": {"x": {"values": [1]}}, "command": ["echo", "${args}"]}
+    sweep_file.check(content)
+    assert sweep_file.command_of(content, {"x": 1}) == (["echo", "--x=1"], {})

@@ -12,7 +12,9 @@ from configurator import fail
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = ROOT / "browser"
 MODULE = BROWSER / "llamac.wasm"
-MAX_BYTES = 383 << 20  # of a model; in base64 it is one string, of which browsers allow 512 MiB
+# Max bytes of a model. The page holds it in base64, which is 4/3 as long, as one string; browsers
+# allow strings of up to 512 MiB.
+MAX_BYTES = 383 << 20
 # The comment at the top of page.html begins with this, by which export.py knows its own pages.
 MARK = b"<!-- Written by export.py: llamac.wasm"
 

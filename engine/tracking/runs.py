@@ -37,6 +37,12 @@ CHUNK = 1 << 20       # bytes to read at once
 TAIL = 48             # last bytes read, to notice that the log has been rewritten
 
 
+def first_prompt(config):
+    """Return the first prompt of a run's samples, "" if its settings have none."""
+    prompts = config.get("sample_prompt")
+    return prompts.split("|")[0] if isinstance(prompts, str) and prompts != "auto" else ""
+
+
 def encodable(text):
     """Return a text with lone surrogates escaped, which JSON and folder names may contain."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from configurator import fail
 from engine import system
+from engine.tracking.runs import first_prompt
 from engine.training import checkpoint, distributed
 from engine.untrusted import read_json
 
@@ -38,8 +39,7 @@ def sample_prompt(model):
     """
     path = Path(model)
     folder = path if path.is_dir() else path.parent
-    prompts = read_json(folder / "config.json", default={}).get("sample_prompt", "")
-    return prompts.split("|")[0] if isinstance(prompts, str) and prompts != "auto" else ""
+    return first_prompt(read_json(folder / "config.json", default={}))
 
 
 # ---- recovery ------------------------------------------------------------------------------------
