@@ -190,6 +190,7 @@ class Muon(ObservedOptimizer):
 #     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
 OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # "muon" uses AdamW for all but the blocks' matrices
 
+AVERAGE, TRAINED = "average", "trained"  # suffixes of the names of weights in state_dict
 NUMBER = ":number"  # suffix of the names of Python numbers, which state_dict saves as tensors
 
 
@@ -197,6 +198,9 @@ class CombinedOptimizer:
     """
     Several torch.optim.Optimizer that update one model together. Their state is keyed by the names
     of the model's parameters, so that any number of ranks can resume it.
+
+    With `averaging`, it also keeps a running average of the weights. After eval() the model has the
+    averages, and after train() the weights that training goes on from.
     """
 
     def __init__(self, model, *optimizers):
@@ -207,6 +211,10 @@ class CombinedOptimizer:
         # step() calls this before it changes the weights. On CPUs, train.py makes it wait for the
         # checkpoint's writer, which reads them.
         self.ready = lambda: None
+        self.averaging = 0.0  # what part of the average is replaced by the next step's weights; 0:
+                              # no average is kept
+        self.hidden = {}      # {parameter: the values that it does not have now}: averages, or
+        self.has_averages = False  # after eval(), when the model has these, the trained weights
 
     @property
     def param_groups(self):
@@ -224,6 +232,37 @@ class CombinedOptimizer:
             params = [p for group in optimizer.param_groups for p in with_gradient(group)]
             with observe(params):
                 optimizer.step()
+        if self.averaging:
+            self.update_averages()
+
+    @torch.no_grad()
+    def update_averages(self):
+        if not self.hidden:
+            params = [p for group in self.param_groups for p in group["params"]]
+            self.hidden = {p: p.detach().clone() for p in params}
+        torch._foreach_lerp_([*self.hidden.values()], [*self.hidden], self.averaging)
+
+    def eval(self):
+        """Give the model the averages of its weights, if they are kept: to evaluate or save it."""
+        if not self.has_averages:
+            self.exchange()
+
+    def train(self):
+        """Give the model the weights that training goes on from."""
+        if self.has_averages:
+            self.exchange()
+
+    @torch.no_grad()
+    def exchange(self):
+        """Exchange the weights in the model for the hidden ones. Without averages, do nothing."""
+        if not self.hidden:
+            return
+        self.ready()
+        for p, hidden in self.hidden.items():
+            shown = p.detach().clone()
+            p.copy_(hidden)
+            hidden.copy_(shown)
+        self.has_averages = not self.has_averages
 
     def set_rate(self, rate):
         """Set the learning rate: each group gets `rate` times its lr_scale."""
@@ -244,9 +283,11 @@ class CombinedOptimizer:
         Return {"layers.0.attention.wq.weight.momentum": tensor}, each sharded as its parameter is.
         The numbers in the parameter groups are settings and are left out. But if an optimizer
         itself has changed one, such as the step size "d" that Prodigy estimates, it is state and
-        is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it.
+        is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it. The
+        weights that the model does not have now are in "name.average" or "name.trained".
         """
-        state = {}
+        hidden = TRAINED if self.has_averages else AVERAGE
+        state = {f"{self.names[p]}.{hidden}": values for p, values in self.hidden.items()}
         for optimizer in self.optimizers:
             names = self.parameter_names(optimizer)
             for index, values in optimizer.state_dict()["state"].items():
@@ -264,6 +305,7 @@ class CombinedOptimizer:
         """
         params = {name: p for p, name in self.names.items()}
         found = defaultdict(dict)
+        self.hidden, self.has_averages = {}, False
         for optimizer in self.optimizers:
             optimizer.state.clear()  # there may be no memory for the old state and the new
         for full_name, value in state.items():
@@ -276,6 +318,10 @@ class CombinedOptimizer:
             value = value.to(p.device, copy=True) if value.dim() else value.clone()
             if value.shape == p.shape:
                 value = distributed.shard_like(value, p)
+            if key in (AVERAGE, TRAINED):
+                self.hidden[p] = value
+                self.has_averages = key == TRAINED
+                continue
             found[name][key] = value
         for optimizer in self.optimizers:
             names = self.parameter_names(optimizer)

@@ -156,6 +156,9 @@ schedule = "linear"         # linear: constant, then linear decay over the last 
 decay_fraction = 0.6        # part of the steps in which the linear schedule decays
 warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # learning rate at the end of the schedule
+weight_average = 0.0        # evaluate, save and export a running average of the weights, over about
+                            # this fraction of the steps so far, instead of the last weights; for a
+                            # text that is read many times; 0: none
 embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is added to the
                             # embedding before the first step; it tells words apart that the base
                             # model took for one another
@@ -200,6 +203,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     the mean loss and the gradient norm of the global batch, scalar tensors on the device, and
     whether the step was taken, since the spike detector may refuse it.
     """
+    t.opt.train()
     # Dropout, like the batch, depends on the step only: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
@@ -255,6 +259,7 @@ def evaluate(t):
     documents, with the same number of tokens in both splits. Each document is read from its
     beginning, a long one in pieces of the context's length. The processes share the work.
     """
+    t.opt.eval()
     t.model.eval()
     # Apple's GPUs have no float64.
     precise = torch.float32 if t.device.type == "mps" else torch.float64
@@ -313,6 +318,7 @@ def save(t, writer, metric, unlogged=()):
     step if it is not logged yet, which a resumed run logs first. A disk that fails costs a warning,
     and the next save tries again. Each sharded process writes its slices.
     """
+    t.opt.eval()
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
@@ -354,6 +360,7 @@ def conclude(t, tracker, row):
     is on disk and what to type next. row: the row of the last step. Return the exit code: 0 if the
     last checkpoint, the models, the result and the whole log are on disk, else 2.
     """
+    t.opt.eval()
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     never_evaluated = state["best_step"] is None
@@ -608,6 +615,7 @@ def train(t, steps=math.inf):
         last_by_clock = progress.last_by_clock(state, spent, anew=step == first_step)
         rate = learning_rate_at(config, step, last_step, step / last_by_clock)
         opt.set_rate(rate)
+        opt.averaging = weight_average and 1 / (1 + weight_average * step)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
         x, y = t.dataset.batch(step)
         loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms)

@@ -204,6 +204,43 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
         assert torch.equal(weight, weights(folder, out)[name]), name
 
 
+@pytest.fixture(scope="module")
+def averaged(folder):
+    """The averages of the weights of ten steps, computed here from the checkpoints of each step."""
+    args = ["--data=my.txt", "--max_iters=10", "--eval_interval=1", "--log_interval=1", "--always_save_checkpoint=True"]
+    done = run(folder, *args, "--out_dir=not_averaged")
+    assert done.returncode == 0, done.stderr
+    average = None
+    for step, path in enumerate(checkpoint.steps(folder / "not_averaged")):
+        now = checkpoint.load(path)["model"]
+        average = average or now
+        average = {name: w + (now[name] - w) / (1 + 0.3 * step) for name, w in average.items()}
+    return args, average
+
+
+def test_the_average_of_the_weights_is_evaluated_saved_and_exported(folder, averaged):
+    """Training itself is that of a run without averages. Stopped and resumed, it is the same."""
+    args = [*averaged[0], "--weight_average=0.3", "--out_dir=average"]
+    done = run(folder, *args)
+    assert done.returncode == 0, done.stderr
+    found = weights(folder, "average")
+    assert all(torch.allclose(found[name], w, atol=1e-6) for name, w in averaged[1].items())
+    assert not torch.allclose(found["norm.weight"], weights(folder, "not_averaged")["norm.weight"], atol=1e-6)
+    train_losses = [[row[0] for row in losses(folder, out).values()] for out in ("average", "not_averaged")]
+    assert train_losses[0] == train_losses[1]
+    told = run(folder, "--out_dir=average", "--eval_only=True").stdout
+    assert f"validation loss {losses(folder, 'average')[10][1]:.4f}" in told
+    shutil.copytree(folder / "average", folder / "average_cut")
+    for path in checkpoint.steps(folder / "average_cut")[4:]:
+        shutil.rmtree(path)
+    again = run(folder, *args, "--out_dir=average_cut")
+    assert "resuming average_cut at iteration 4" in again.stdout and losses(folder, "average_cut") == losses(folder, "average")
+    assert all(torch.equal(w, weights(folder, "average_cut")[name]) for name, w in found.items())
+    assert (folder / "average_cut/model.gguf").read_bytes() == (folder / "average/model.gguf").read_bytes()
+    told = run(folder, *args, "--weight_average=0", "--max_iters=11", "--init_from=force").stderr
+    assert "holds a run with weight_average=0.3, now it is 0" in told
+
+
 def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(folder, reference):
     """Which sends SIGHUP, and leaves nothing to print to."""
     args, (terminal, there) = [*reference[0], "--out_dir=terminal"], pty.openpty()
@@ -454,7 +491,7 @@ def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
     args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
-            "--warmup_iters=10"]
+            "--warmup_iters=10", "--weight_average=0.2"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
     for done in ranks(folder, 2, *args, "--max_iters=10", f"--out_dir={parts}", "--fsdp=True", "--checks=all"):

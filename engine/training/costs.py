@@ -276,6 +276,8 @@ def expected_memory(config, args, device, amp_dtype, rows=0, adapters=None):
     if adapters and (table in adapters.quantized or args.vocab_size > adapters.frozen_rows):
         logits += size * args.vocab_size * args.dim  # the classifier, dequantized or with new rows
     kinds = persistent_memory(args, config.optimizer, step.shards, adapters)
+    if config.weight_average:
+        kinds["optimizer"] += kinds["weights"]
     kinds["gradients"] = kinds["weights"]
     # Autocast keeps 16-bit copies of the weights.
     kinds["activations"] = tokens * (kept + 8 * args.dim) + half * kinds["weights"] / 2

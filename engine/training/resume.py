@@ -22,7 +22,8 @@ OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "devi
               "checks", "json", "seeds"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
-          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "lora_rank", "lora_targets")
+          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "weight_average", "lora_rank",
+          "lora_targets")
 # The types of the entries of progress.new_state, which describes them. "fixed" is the signature.
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
@@ -219,7 +220,7 @@ def resume_signature(config, args, dataset):
     # dropout may change; multiple_of only serves to compute hidden_dim, which is compared.
     same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
     names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask",
-             "lora_rank", "lora_targets", "teacher")
+             "weight_average", "lora_rank", "lora_targets", "teacher")
     same |= {name: getattr(config, name) for name in names}
     return same | {"data": dataset.meta["fingerprint"]}
 
@@ -236,8 +237,8 @@ def restore(config, folder, signature, opt, is_forced):
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
-        # Older runs train all weights, and have no teacher.
-        before = {"lora_rank": 0, "teacher": ""} | renamed(state["fixed"])
+        # Older runs train all weights, have no teacher, and do not average.
+        before = {"lora_rank": 0, "teacher": "", "weight_average": 0.0} | renamed(state["fixed"])
         refuse_other_run(config, folder, before, signature, is_forced)
         if config.minutes and "minutes" not in state["clock"]:
             fail(f"{config.out_dir} holds a run whose sizes were not derived from --minutes, so it "

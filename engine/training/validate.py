@@ -40,7 +40,7 @@ def check_settings(config):
     if not 0 < config.embedding_lr_scale * config.learning_rate < 1:
         fail(f"embedding_lr_scale is {config.embedding_lr_scale}, expected above 0, and below 1 "
              f"when multiplied by learning_rate; 2 is a good start")
-    for name in ("momentum", "beta1", "beta2"):
+    for name in ("momentum", "beta1", "beta2", "weight_average"):
         if not 0 <= getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}, expected 0 <= {name} < 1")
     for name, choices in CHOICES.items():
