@@ -136,6 +136,15 @@ def test_dropout_grows_with_how_often_a_text_is_read():
     assert found == sorted(found) and found[0] == found[2] == 0 < found[3] == found[4] < found[5] < 0.5
 
 
+def test_weights_are_averaged_where_a_text_is_read_often(monkeypatch):
+    def average(minutes, *given):
+        meta = {"train_tokens": 33_000, "train_bytes": 90_000, "vocab_size": 512}
+        s = planned(monkeypatch, 100_000, minutes)
+        return plan.values(plan.plan_length(s, set(given), meta, SETUP)[1]).get("weight_average")
+
+    assert average(0.01) == 0 < average(5.0) < 1 and average(5.0, "weight_average") is None
+
+
 def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(monkeypatch):
     """Near what was best in doc/lab/own_text.md: 0.4 for 160 x 2 of a megabyte, 1 for 100 kB that are read often, less for 7 times."""
     def decay(size, epochs):
