@@ -1,0 +1,16 @@
+# The record on the built-in stories, one minute of training on two cores: python train.py config/record.py
+#   how to beat it: doc/record.md
+#   text:       55 MB of stories, the same on every machine; with a network, --data=tinystories
+#   parameters: 2 x (4 x 64 x 64 + 3 x 64 x 192) + 64 x 1536 vocabulary = 0.21M
+#   tokens:     6 sequences x 192 = 1152 a step, as many steps as a minute holds
+out_dir = "out/record"
+dim = 64
+n_layers = 2
+n_heads = 2
+max_seq_len = 192
+batch_size = 6
+max_minutes = 1.0            # the rate falls with the clock
+max_iters = 1_000_000        # more than a minute holds
+eval_interval = 1_000_000    # at the end alone
+eval_iters = 500             # about half a million tokens
+checks = "none"
