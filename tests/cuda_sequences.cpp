@@ -9,6 +9,7 @@
 //   shapes    sequences share recordings, and so do prompts of similar lengths; there are few
 //             (emulated)
 //   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
+//   exhausted each allocation of host memory by the backend fails in turn: an error (emulated)
 //   memory    sequences until no more fit leave memory for the code of kernels (emulated)
 //   hot       an infinite temperature, with logits as far apart as floats can be, samples the
 //             likely tokens alone; the logits of the model are near 2.5e38 or -2.5e38
@@ -18,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <new>
 #include <set>
 #include <string>
 #include <vector>
@@ -283,6 +285,34 @@ static void hot(llamac_model *model) {
 }
 
 #ifdef CUDA_ON_CPU
+static int news_left = -1; // allocations of the backend that succeed before one fails; < 0: all do
+
+// Every `new` of the program. Inlined, free would seem to GCC to free what it did not allocate.
+#define APART __attribute__((noinline))
+APART void *operator new(size_t n) {
+    if (!cuda_on_cpu::owns && news_left >= 0 && news_left-- == 0) throw std::bad_alloc();
+    void *block = malloc(n ? n : 1);
+    if (!block) throw std::bad_alloc();
+    return block;
+}
+APART void operator delete(void *block) noexcept { free(block); }
+APART void operator delete(void *block, size_t) noexcept { free(block); }
+
+static void exhausted(llamac_model *model) {
+    int n = 0;
+    for (bool failed = true; failed; n++) {
+        news_left = n;
+        llamac_engine *engine = start(model, "cuda", false);
+        failed = news_left < 0, news_left = -1;
+        EXPECT(failed == !engine);
+        if (failed) EXPECT(!strcmp(error.text, "the host's memory is too small"));
+        EXPECT(failed || write_alone(engine, prompt(1, 3), 2).size() == 2);
+        llamac_stop(engine);
+        EXPECT(cuda_on_cpu::sizes.empty());
+    }
+    EXPECT(n > 5);
+}
+
 static void memory(llamac_model *model) {
     llamac_engine *engine = start(model, "cuda", false);
     EXPECT(engine);
@@ -400,6 +430,7 @@ static void failures(llamac_model *model) {
     llamac_stop(engine);
 }
 #else
+static void exhausted(llamac_model *) {}
 static void memory(llamac_model *) {}
 static void shapes(llamac_model *) {}
 static void failures(llamac_model *) {}
@@ -415,6 +446,7 @@ int main(int argc, char **argv) {
     else if (name == "logits") logits(model);
     else if (name == "embed") embeddings(model);
     else if (name == "shapes") shapes(model);
+    else if (name == "exhausted") exhausted(model);
     else if (name == "memory") memory(model);
     else if (name == "hot") hot(model);
     else failures(model);

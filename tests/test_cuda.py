@@ -310,9 +310,10 @@ def test_sequences_of_an_engine(sequences_bin, tmp_path, hidden, case):
     use_sequences(sequences_bin, case, tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("case", ["shapes", "failures"])
+@pytest.mark.parametrize("case", ["shapes", "failures", "exhausted"])
 def test_recordings_are_few_and_failures_are_returned(sequences_bin, tmp_path, where, case):
-    """Prompts of similar lengths share a recording, and at most 32 are kept; after any call that fails, an engine fails and is stopped as usual."""
+    """Prompts of similar lengths share a recording, and at most 32 are kept; after any call that fails, an engine fails and is stopped as usual;
+    a host with too little memory is an error."""
     if where:
         pytest.skip("the program cannot look into this GPU")
     Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")

@@ -30,15 +30,13 @@ static void cuda_close(Backend *b) {
     Cuda *c = (Cuda *)b;
     if (c->first_cache) free_cache(b, c->first_cache);
     for (Recording &r : c->recordings) drop_recording(&r);
-    for (void *block : *c->blocks) (void)cudaFree(block);
+    for (void *block : c->blocks) (void)cudaFree(block);
     // The model outlives the backend, so its matrices point to the host's weights again.
-    for (const UploadedMat &m : *c->uploaded) *m.mat = m.original;
+    for (const UploadedMat &m : c->uploaded) *m.mat = m.original;
     if (c->input_host) (void)cudaFreeHost(c->input_host);
     if (c->best) (void)cudaFreeHost(c->best);
     if (c->stream) (void)cudaStreamDestroy(c->stream);
-    delete c->blocks;
-    delete c->uploaded;
-    free(c);
+    delete c;
 }
 
 // Selects GPU 0 and stores its limits in c. Returns NULL, or an error message if there is no GPU or
@@ -192,12 +190,10 @@ static void try_driver(Cuda *c, const Weights *w) {
     CUDA(c, cudaDeviceSynchronize());
 }
 
-const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, llamac_error *e) {
-    const char *wrong = check_model(model, e);
-    if (wrong) return wrong;
-    Cuda *c = (Cuda *)calloc(1, sizeof *c);
-    if (!c) return "out of memory";
-    c->blocks = new std::vector<void *>, c->uploaded = new std::vector<UploadedMat>;
+// Fills in c. Returns NULL or an error message. Throws std::bad_alloc if the host has too little
+// memory.
+static const char *open_engine(Cuda *c, Model *model, const Opening *o, llamac_error *e) {
+    c->blocks.reserve(MAX_BLOCKS);
     c->config = model->config;
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->layer_cache = plan_layer_cache(&model->config, o->positions);
@@ -205,12 +201,24 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096.
     int seen = model->config.window ? std::min(model->config.window, o->positions) : o->positions;
     c->splits = std::min((seen + 255) / 256, 16);
-    wrong = find_device(c, e);
+    const char *wrong = find_device(c, e);
     if (!wrong) wrong = open_memory(c, model, o, e);
     if (!wrong) try_driver(c, &model->weights);
-    if (has_failed(c)) {
-        snprintf(e->text, sizeof e->text, "%s; --device=cpu computes without", c->failure);
-        wrong = e->text;
+    if (!has_failed(c)) return wrong;
+    snprintf(e->text, sizeof e->text, "%s; --device=cpu computes without", c->failure);
+    return e->text;
+}
+
+const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, llamac_error *e) {
+    static const char no_memory[] = "the host's memory is too small";
+    const char *wrong = check_model(model, e);
+    if (wrong) return wrong;
+    Cuda *c = new (std::nothrow) Cuda(); // zeros
+    if (!c) return no_memory;
+    try {
+        wrong = open_engine(c, model, o, e);
+    } catch (const std::bad_alloc &) { // would end the caller's program, which may be in C
+        wrong = no_memory;
     }
     if (wrong) return cuda_close(&c->ops), wrong;
     Backend *b = &c->ops;

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
+#include <new>
 #include <vector>
 #include "whole_token.cuh"
 
@@ -55,8 +56,8 @@ typedef struct {
     Input *input, *input_host; // on the device; in pinned host memory
 
     // Memory
-    std::vector<void *> *blocks;        // all allocations on the device; close frees them
-    std::vector<UploadedMat> *uploaded; // close restores their originals
+    std::vector<void *> blocks;         // all allocations on the device; close frees them
+    std::vector<UploadedMat> uploaded;  // close restores their originals
     const uint4 *weights;               // quantized values of all matrices, then all scales
     size_t weights_bytes, values_bytes; // size of values and scales; size of the values
     LayerCache layer_cache;             // the shape of every cache; it has no keys and values
@@ -123,10 +124,13 @@ static void *allocate_device(size_t bytes) {
     return NULL;
 }
 
+enum { MAX_BLOCKS = 32 }; // max allocations of an engine, those of llama.c included
+
 // The same for memory that close frees.
 static void *allocate(Cuda *c, size_t bytes) {
+    if (c->blocks.size() == MAX_BLOCKS) return NULL;
     void *block = allocate_device(bytes);
-    if (block) c->blocks->push_back(block);
+    if (block) c->blocks.push_back(block); // open has reserved the room
     return block;
 }
 

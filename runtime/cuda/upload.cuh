@@ -185,23 +185,24 @@ static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
     m->scales = bytes.scales ? scales : NULL;
 }
 
-// Uploads all weights to c->weights and makes the model's matrices point there. Returns false if
+// Uploads `all` weights to c->weights and makes the model's matrices point there. Returns false if
 // `progress` aborts it.
-static bool upload_matrices(Upload *u, Weights *w, const Opening *o) {
+static bool upload_matrices(Upload *u, Weights *w, const std::vector<Mat *> &all,
+                            const Opening *o) {
     Cuda *c = u->c;
     char *values = (char *)c->weights, *scales = values + c->values_bytes;
     bool is_tied = w->output.data == w->token_embedding.data; // the loop below changes the latter
     size_t done = 0;
-    for (Mat *m : matrices(w, c->config.n_layers)) {
+    for (Mat *m : all) {
         if (o->progress && !o->progress(o->data, (float)done / c->weights_bytes)) return false;
         MatBytes bytes = aligned_bytes_of(m);
-        c->uploaded->push_back({m, *m}); // close restores the host's Mat
+        c->uploaded.push_back({m, *m}); // close restores the host's Mat
         upload_matrix(u, values, scales, m);
         values += bytes.values, scales += bytes.scales;
         done += bytes.values + bytes.scales;
     }
     if (is_tied) {
-        c->uploaded->push_back({&w->output, w->output});
+        c->uploaded.push_back({&w->output, w->output});
         w->output = w->token_embedding;
     }
     return !o->progress || o->progress(o->data, 1);
@@ -212,13 +213,15 @@ static bool upload_matrices(Upload *u, Weights *w, const Opening *o) {
 static const char *upload(Cuda *c, Weights *w, const Opening *o) {
     const char *wrong = NULL;
     Upload u = {};
+    std::vector<Mat *> all = matrices(w, c->config.n_layers);
+    c->uploaded.reserve(all.size() + 1); // nothing throws while there are buffers to free
     u.c = c;
     for (int i = 0; i < 2; i++) {
         u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);
         CUDA(c, cudaEventCreateWithFlags(&u.copied[i], cudaEventDisableTiming));
     }
     if (!u.buffers[0] || !u.buffers[1]) wrong = NOT_PINNED;
-    else if (!upload_matrices(&u, w, o)) wrong = "aborted by the program";
+    else if (!upload_matrices(&u, w, all, o)) wrong = "aborted by the program";
     CUDA(c, cudaStreamSynchronize(c->stream));
     for (int i = 0; i < 2; i++) {
         if (u.buffers[i]) (void)cudaFreeHost(u.buffers[i]);

@@ -197,6 +197,13 @@ struct cudaDeviceProp {
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
 
 namespace cuda_on_cpu {
+// Host memory that the emulation allocates, while there is an Own, is not the backend's: tests let
+// allocations of the backend fail.
+inline int owns;
+struct Own {
+    Own() { owns++; }
+    ~Own() { owns--; }
+};
 inline cudaGraph_t capture;
 inline int multiprocessors() {
     const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS");
@@ -259,6 +266,7 @@ inline cudaError_t submit(std::function<void()> work) {
 }
 
 inline cudaError_t wait(size_t until) {
+    Own own;
     if (capture && !broken) fail("waiting in a capture");
     if (call()) return cudaErrorLaunchFailure;
     for (; done < until; stream.pop_front()) done++, stream.front()();
@@ -295,6 +303,7 @@ template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F kernel, int, int n) {
+    cuda_on_cpu::Own own;
     cuda_on_cpu::shared_limits[(const void *)kernel] = (size_t)n;
     return cudaSuccess;
 }
@@ -305,6 +314,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t
 }
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
+    cuda_on_cpu::Own own;
     *p = cuda_on_cpu::allocates() && !cuda_on_cpu::broken ? (T *)malloc(n) : NULL;
     if (!*p) return cudaErrorMemoryAllocation;
     memset(*p, 0xff, n);
@@ -336,11 +346,13 @@ static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaM
 }
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
                                           cudaStream_t) {
+    cuda_on_cpu::Own own;
     return cuda_on_cpu::submit([=] { memcpy(to, from, n); });
 }
 static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from,
                                             size_t from_pitch, size_t width, size_t height,
                                             cudaMemcpyKind, cudaStream_t) {
+    cuda_on_cpu::Own own;
     if (width > to_pitch || width > from_pitch) cuda_on_cpu::fail("rows wider than their pitch");
     return cuda_on_cpu::submit([=] {
         for (size_t i = 0; i < height; i++)
@@ -348,6 +360,7 @@ static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const voi
     });
 }
 static inline cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t) {
+    cuda_on_cpu::Own own;
     return cuda_on_cpu::submit([=] { memset(p, value, n); });
 }
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) {
@@ -359,6 +372,7 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     return cuda_on_cpu::wait(cuda_on_cpu::submitted);
 }
 static inline cudaError_t cudaEventCreate(cudaEvent_t *e) {
+    cuda_on_cpu::Own own;
     *e = (int)cuda_on_cpu::events.size();
     cuda_on_cpu::events.push_back(0);
     return cudaSuccess;
@@ -380,6 +394,7 @@ static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) {
+    cuda_on_cpu::Own own;
     if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported;
     if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
     cuda_on_cpu::capture = new std::vector<std::function<void()>>;
@@ -392,6 +407,7 @@ static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
 }
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g,
                                                unsigned long long) {
+    cuda_on_cpu::Own own;
     if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
     *e = new std::vector<std::function<void()>>(*g);
     cuda_on_cpu::graphs++;
@@ -407,6 +423,7 @@ static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
     return cudaSuccess;
 }
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
+    cuda_on_cpu::Own own;
     if (cuda_on_cpu::call()) return cudaErrorLaunchFailure;
     for (auto &work : *e) cuda_on_cpu::stream.push_back(work), cuda_on_cpu::submitted++;
     return cudaSuccess;
@@ -414,6 +431,7 @@ static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A... args) {
+    cuda_on_cpu::Own own;
     std::tuple<P...> values(args...);
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
