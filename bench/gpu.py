@@ -132,7 +132,7 @@ def build():
 def ops():
     """Compare every op with the CPU's on random models, and whole tokens of tiny to wide models."""
     lines = call("cache/bench/cuda_ops", 1, 20).decode().splitlines()
-    shapes = call("cache/bench/cuda_ops", 5).decode().splitlines()
+    shapes = call("cache/bench/cuda_ops", 9).decode().splitlines()
     return {"models": len(lines) - 1, "last": lines[-1], "shapes": len(shapes) - 1}
 
 

@@ -605,23 +605,31 @@ static void compare_models(Type type) {
 // product; the number depends on the number of multiprocessors. The second is train.py's default.
 static const struct {
     int dim, heads, kv_heads, hidden, layers, vocab;
-} SHAPES[] = {{32, 1, 1, 32, 1, 5},
-              {64, 2, 2, 192, 2, 1536},
-              {96, 3, 1, 256, 1, 3000},
-              {288, 6, 6, 768, 1, 700},
-              {512, 8, 4, 1376, 1, 300}};
+    int head_dim; // 0: dim / heads
+    bool halves, biases, norms;
+} SHAPES[] = {{32, 1, 1, 32, 1, 5, 0, false, false, false},
+              {64, 2, 2, 192, 2, 1536, 0, false, false, false},
+              {96, 3, 1, 256, 1, 3000, 0, false, false, false},
+              {288, 6, 6, 768, 1, 700, 0, false, false, false},
+              {512, 8, 4, 1376, 1, 300, 0, false, false, false},
+              {96, 6, 2, 160, 3, 200, 0, true, true, false}, // Qwen2
+              {64, 4, 2, 96, 3, 200, 32, true, false, true}, // Qwen3: heads wider than x
+              {96, 16, 2, 64, 2, 50, 18, true, true, true},
+              {64, 2, 1, 64, 2, 50, 0, false, true, true}};
 
 static void compare_shape(Type type, int number) {
     auto shape = SHAPES[number];
     Config c = {};
     c.dim = shape.dim, c.n_heads = shape.heads, c.n_kv_heads = shape.kv_heads,
-    c.head_dim = c.dim / c.n_heads;
-    c.q_dim = c.dim, c.kv_dim = c.n_kv_heads * c.head_dim, c.rope_scale = 1,
+    c.head_dim = shape.head_dim ? shape.head_dim : c.dim / c.n_heads;
+    c.rope_halves = shape.halves;
+    c.q_dim = c.n_heads * c.head_dim, c.kv_dim = c.n_kv_heads * c.head_dim, c.rope_scale = 1,
     c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
     c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f;
     Pair p;
-    make_pair(p, c, {type, 32, false, false, false});
-    printf("type %d dim %d layers %d vocab %d", type, c.dim, c.n_layers, c.vocab_size);
+    make_pair(p, c, {type, 32, false, shape.biases, shape.norms});
+    printf("type %d dim %d heads %d/%d of %d layers %d vocab %d", type, c.dim, c.n_heads, c.n_kv_heads,
+           c.head_dim, c.n_layers, c.vocab_size);
     Both both = open_both(p, c.seq_len);
     compare_tokens(p, both, 33, 2);
     close_both(both);

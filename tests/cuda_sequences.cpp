@@ -305,7 +305,7 @@ static void exhausted(llamac_model *model) {
         llamac_engine *engine = start(model, "cuda", false);
         failed = news_left < 0, news_left = -1;
         EXPECT(failed == !engine);
-        if (failed) EXPECT(!strcmp(error.text, "the host's memory is too small"));
+        if (failed) EXPECT(strstr(error.text, "memory"));
         EXPECT(failed || write_alone(engine, prompt(1, 3), 2).size() == 2);
         llamac_stop(engine);
         EXPECT(cuda_on_cpu::sizes.empty());

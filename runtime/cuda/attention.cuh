@@ -177,20 +177,27 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
 // dealt out to `splits` blocks; this is block `split`.
 struct HeadSplit { int h, split, splits, begin, n; };
 
-// Shared memory of attend_block: the query, and each warp's softmax.
+// Shared memory of attend_block: the query, and each warp's softmax. `key`: see complete_head.
 typedef struct {
     float query[MAX_HEAD_DIM], max[WARPS], sum[WARPS], outs[WARPS * MAX_HEAD_DIM];
+    float key[MAX_HEAD_DIM];
 } AttentionScratch;
 
-// Attends with head h of q (n_heads, head_dim). Thread d returns dimension d of the block's
-// partial softmax. All threads must call it; the first WARPS warps compute.
+// Copies head h of q (n_heads, head_dim) to the block's query.
+static __device__ void load_query(const LayerCache &c, const float *q, int h,
+                                  AttentionScratch *scratch) {
+    int d = threadIdx.x;
+    if (d < c.width) scratch->query[d] = d < c.head_dim ? q[h * c.head_dim + d] : 0;
+}
+
+// Attends with the block's query. Thread d returns dimension d of the block's partial softmax. All
+// threads must call it; the first WARPS warps compute.
 template <typename CacheType, int SLICES>
-static __device__ HeadPartial attend_block(const LayerCache &c, const float *q,
-                                           const HeadSplit &part, AttentionScratch *scratch) {
+static __device__ HeadPartial attend_block(const LayerCache &c, const HeadSplit &part,
+                                           AttentionScratch *scratch) {
     int d = threadIdx.x, warp = d / 32, lane = d % 32;
     HeadPartial partial = {};
     HeadCache<CacheType> head(c, part.h);
-    if (d < c.width) scratch->query[d] = d < c.head_dim ? q[part.h * c.head_dim + d] : 0;
     __syncthreads();
     if (warp < WARPS) {
         OnlineSoftmax<SLICES> s = attend_warp<CacheType, SLICES>(
@@ -240,8 +247,8 @@ static __global__ void attention_one(LayerCache c, float *out, __half *half_copy
     if (t >= c.input->T || !is_single(c.input->tokens[t])) return;
     int n = c.input->tokens[t].pos + 1, row = t * c.n_heads + h; // of out and q
     HeadSplit part = {h, (int)blockIdx.y, splits, first_position(c, n), n};
-    HeadPartial mine = attend_block<CacheType, SLICES>(
-        cache_of(c, t), q + (size_t)t * c.n_heads * c.head_dim, part, &scratch);
+    load_query(c, q + (size_t)t * c.n_heads * c.head_dim, h, &scratch);
+    HeadPartial mine = attend_block<CacheType, SLICES>(cache_of(c, t), part, &scratch);
     part.h = row; // among the partials
     if (splits > 1) {
         if (d < c.head_dim) store_partial(partials, part, d, mine);

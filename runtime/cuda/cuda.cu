@@ -23,14 +23,20 @@
 #include "upload.cuh"
 
 static float *cuda_alloc(Backend *b, size_t n) {
-    return n < SIZE_MAX / sizeof(float) ? (float *)allocate((Cuda *)b, n * sizeof(float)) : NULL;
+    if (n >= SIZE_MAX / sizeof(float)) return NULL;
+    try {
+        return (float *)allocate((Cuda *)b, n * sizeof(float));
+    } catch (const std::bad_alloc &) { // would end the caller's program, which may be in C
+        return NULL;
+    }
 }
 
 static void cuda_close(Backend *b) {
     Cuda *c = (Cuda *)b;
     if (c->first_cache) free_cache(b, c->first_cache);
     for (Recording &r : c->recordings) drop_recording(&r);
-    for (void *block : c->blocks) (void)cudaFree(block);
+    for (void *block : c->blocks)
+        if (block) (void)cudaFree(block);
     // The model outlives the backend, so its matrices point to the host's weights again.
     for (const UploadedMat &m : c->uploaded) *m.mat = m.original;
     if (c->input_host) (void)cudaFreeHost(c->input_host);
@@ -112,8 +118,8 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     size_t activations = sizeof(float) * rows * (2 * dim + 2 * q_dim + 2 * kv_dim + 2 * hidden_dim);
     activations += sizeof(float) * (rows * vocab_size + count_partials(c));
     activations += 2 * sizeof(__half) * half_x;
-    // the rotation (head_dim / 2 pairs for each position); open_token's x, q, attention_out and h
-    activations += sizeof(float) * (positions * config->head_dim + 3 * dim + hidden_dim);
+    // the rotation (head_dim / 2 pairs for each position); open_token's vectors
+    activations += sizeof(float) * (positions * config->head_dim + count_token_floats(config));
     double needed =
         (double)c->weights_bytes + 2.0 * c->keys_bytes + activations + KERNEL_CODE_BYTES;
 
@@ -193,7 +199,6 @@ static void try_driver(Cuda *c, const Weights *w) {
 // Fills in c. Returns NULL or an error message. Throws std::bad_alloc if the host has too little
 // memory.
 static const char *open_engine(Cuda *c, Model *model, const Opening *o, llamac_error *e) {
-    c->blocks.reserve(MAX_BLOCKS);
     c->config = model->config;
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->layer_cache = plan_layer_cache(&model->config, o->positions);
@@ -217,7 +222,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     if (!c) return no_memory;
     try {
         wrong = open_engine(c, model, o, e);
-    } catch (const std::bad_alloc &) { // would end the caller's program, which may be in C
+    } catch (const std::bad_alloc &) { // see cuda_alloc
         wrong = no_memory;
     }
     if (wrong) return cuda_close(&c->ops), wrong;

@@ -46,18 +46,41 @@ static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
 // ----------------------------------------------------------------------------
 // The plan
 
+// Returns the matrix of layer l that m is of the first layer.
+static const Mat *matrix_of_layer(const Layer *first, const Mat *m, size_t l) {
+    size_t member = (const char *)m - (const char *)first; // offset in Layer
+    return (const Mat *)((const char *)(first + l) + member);
+}
+
 // Returns whether the address of each matrix of layer l is that of layer 0 plus l strides.
 static bool is_at_stride(const Layer *first, size_t l, LayerStride stride) {
     const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo,
                         &first->ffn_norm,       &first->w1, &first->w3, &first->w2};
     for (const Mat *m : all) {
-        size_t member = (const char *)m - (const char *)first; // offset in Layer
-        const Mat *other = (const Mat *)((const char *)(first + l) + member);
+        const Mat *other = matrix_of_layer(first, m, l);
         const char *data = (const char *)m->data + l * stride.weights;
         const char *scales = (const char *)m->scales + l * stride.scales;
         if (other->type != m->type || (const char *)other->data != data) return false;
         if (m->scales && (const char *)other->scales != scales) return false;
     }
+    return true;
+}
+
+// Sets *stride to the distance from the biases and norms of heads of a layer to those of the next.
+// Returns whether all layers have the same ones, at that distance.
+static bool has_uniform_heads(const Weights *w, int n_layers, size_t *stride) {
+    const Layer *first = w->layers;
+    bool found = false;
+    *stride = 0;
+    for (const Mat *m : {&first->bq, &first->bk, &first->bv, &first->q_norm, &first->k_norm})
+        for (int l = 1; l < n_layers; l++) {
+            const char *data = (const char *)m->data,
+                       *other = (const char *)matrix_of_layer(first, m, l)->data;
+            if (!data != !other) return false;
+            if (!data) continue;
+            if (!found) *stride = other - data, found = true; // l is 1
+            if (other != data + l * *stride) return false;
+        }
     return true;
 }
 
@@ -114,10 +137,11 @@ static bool plan_products(const Cuda *c, const Weights *w, TokenPlan *t) {
     const Layer *l = w->layers;
     int blocks = c->multiprocessors;
     Mat qkv = l->wq, gate_up = l->w1;
-    if (config->q_dim != config->dim || config->rope_halves) return false;
-    if (has_biases_or_norms(head_weights(l))) return false;
     if (!whole_token_kernel(l->wq.type, w->output.type) || !has_units(&w->output)) return false;
     if (!has_uniform_layers(w, config->n_layers, &t->stride)) return false;
+    if (!has_uniform_heads(w, config->n_layers, &t->stride.heads)) return false;
+    t->heads = head_weights(l);
+    t->complete_later = config->rope_halves || has_biases_or_norms(t->heads);
     if (!join_rows(&qkv, l->wk) || !join_rows(&qkv, l->wv)) return false;
     if (!join_rows(&gate_up, l->w3)) return false;
     t->products[QKV] = plan_product(qkv, &l->attention_norm, false, blocks);
@@ -145,6 +169,11 @@ static bool plan_shared(const Cuda *c, TokenPlan *t) {
     return true;
 }
 
+// Returns how many floats the vectors of a token have together.
+static size_t count_token_floats(const Config *config) {
+    return config->dim + 2 * (size_t)config->q_dim + config->hidden_dim + config->kv_dim;
+}
+
 // Prepares whole_token. Leaves c->token.slots at 0 if the model, the GPU or the driver does not
 // allow it. cache: an empty one, for a trial.
 static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
@@ -162,12 +191,12 @@ static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
     raise_shared_limit(c, kernel);
     CUDA(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, BLOCK_THREADS,
                                                           token_shared_bytes(t)));
-    t.x = (float *)allocate(c, sizeof(float) * (3 * (size_t)config->dim + config->hidden_dim));
+    t.x = (float *)allocate(c, sizeof(float) * count_token_floats(config));
     t.largest = (Largest *)allocate(c, sizeof(Largest) * c->multiprocessors);
     t.arrived = (unsigned *)allocate(c, sizeof(unsigned));
     if (!resident || !t.x || !t.largest || !t.arrived) return;
-    t.q = t.x + config->dim, t.attention_out = t.q + config->dim;
-    t.h = t.attention_out + config->dim;
+    t.q = t.x + config->dim, t.attention_out = t.q + config->q_dim;
+    t.h = t.attention_out + config->q_dim, t.k = t.h + config->hidden_dim;
     CUDA(c, cudaMemsetAsync(t.arrived, 0, sizeof(unsigned), c->stream));
     if (has_failed(c)) return;
     c->token = t;

@@ -124,14 +124,10 @@ static void *allocate_device(size_t bytes) {
     return NULL;
 }
 
-enum { MAX_BLOCKS = 32 }; // max allocations of an engine, those of llama.c included
-
-// The same for memory that close frees.
+// The same for memory that close frees. Throws std::bad_alloc if the host has too little memory.
 static void *allocate(Cuda *c, size_t bytes) {
-    if (c->blocks.size() == MAX_BLOCKS) return NULL;
-    void *block = allocate_device(bytes);
-    if (block) c->blocks.push_back(block); // open has reserved the room
-    return block;
+    c->blocks.push_back(NULL);
+    return c->blocks.back() = allocate_device(bytes);
 }
 
 // Allocates pinned host memory: the system never moves it, so the GPU copies it or writes to it

@@ -51,8 +51,9 @@ typedef struct {
     const float *norm;       // (cols,) weights of the RMSNorm before it, or NULL
 } TokenProduct;
 
-// Bytes from a layer to the next. `weights` is also the stride of the RMSNorms' weights.
-typedef struct { size_t weights, scales, cache; } LayerStride;
+// Bytes from a layer to the next. `weights` is also the stride of the layers' RMSNorms, and `heads`
+// that of HeadWeights.
+typedef struct { size_t weights, scales, cache, heads; } LayerStride;
 
 typedef struct {
     TokenProduct products[N_ROLES];
@@ -62,9 +63,12 @@ typedef struct {
     Mat table;              // token embedding
     LayerCache cache;       // of layer 0
     int max_splits;         // max blocks that share a head's positions
+    HeadWeights heads;      // of layer 0
+    bool complete_later;    // queries and keys get their norms and rotation after the barrier
     const float2 *rotation; // (positions, head_dim / 2): cosine and sine
     float norm_eps;
-    float *x, *q, *attention_out, *h; // (dim,), (dim,), (dim,), (hidden_dim,)
+    float *x, *q, *attention_out, *h; // (dim,), (q_dim,), (q_dim,), (hidden_dim,)
+    float *k;                         // (kv_dim,) of the token, if complete_later
     float *partials;                  // partial softmaxes, if blocks share a head
     float *logits;                    // (vocab_size,)
     Largest *largest;                 // (gridDim.x,) each block's largest logit
@@ -542,12 +546,24 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
     if (threadIdx.x % 32 == 0) s.squares[threadIdx.x / 32] = sum;
 }
 
+// The scales of a warp's first piece of a product, which are loaded before the barrier that the
+// product waits for. Q4_0 has the most.
+struct FirstScales { uint32_t pairs[LaneProduct<Q4_0>::SCALES]; };
+
+template <Type type>
+static __device__ void load_first_scales(const TokenPlan &t, const BlockShare &at,
+                                         FirstScales &first) {
+    PieceIndex start = t.products[at.role].first[threadIdx.x / 32];
+    load_scales<type>(t, at, start.group, start.piece, first.pairs);
+}
+
 // Multiplies the block's share of a product, for weights of this type. As soon as a slot is free,
 // it starts the copy of the next piece of weights to it, even if that belongs to a later product.
-// slot: index of the warp's slot with its next piece; is advanced.
+// first: see FirstScales. slot: index of the warp's slot with its next piece; is advanced.
 template <Type type>
 static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
-                                      const TokenShared &s, PieceCursor &ahead, int &slot) {
+                                      const TokenShared &s, const FirstScales &first,
+                                      PieceCursor &ahead, int &slot) {
     const TokenProduct &product = t.products[at.role];
     int warp = threadIdx.x / 32;
     int group = product.first[warp].group, piece = product.first[warp].piece;
@@ -556,7 +572,7 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
     int end = at.n * pieces, slots = t.slots;
     char *warp_slots = s.slots + (size_t)warp * slots * SLOT_BYTES;
     uint32_t scales[LaneProduct<type>::SCALES + 1], next_scales[LaneProduct<type>::SCALES + 1];
-    load_scales<type>(t, at, group, piece, scales);
+    for (int k = 0; k < LaneProduct<type>::SCALES; k++) scales[k] = first.pairs[k];
     for (int i = warp; i < end; i += WARPS) {
         char *from = warp_slots + slot * SLOT_BYTES;
         int steps = min((int)PIECE_STEPS, (row_bytes - piece * PIECE_BYTES + 63) / 64);
@@ -573,6 +589,16 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
     }
 }
 
+// Prefetches to the L2 cache what complete_heads reads of a layer besides queries and keys.
+static __device__ void prefetch_head_weights(const TokenPlan &t, int layer, int pos) {
+    int bytes = (int)sizeof(float) * t.cache.head_dim, i = 128 * threadIdx.x;
+    const char *q_norm = (const char *)t.heads.q_norm, *k_norm = (const char *)t.heads.k_norm;
+    if (i >= bytes) return;
+    if (q_norm) prefetch_line(q_norm + layer * t.stride.heads + i);
+    if (k_norm) prefetch_line(k_norm + layer * t.stride.heads + i);
+    prefetch_line((const char *)(t.rotation + (size_t)pos * (t.cache.head_dim / 2)) + i);
+}
+
 // Prefetches to the L2 cache what the step after this one needs besides the matrix: the weights of
 // an RMSNorm, and the first n keys and values of the head that this block attends with first.
 static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &at,
@@ -587,6 +613,7 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
         prefetch_line(norm + layer * t.stride.weights + 128 * line);
     }
     int h = blockIdx.x;
+    if (at.role == QKV && t.complete_later && h == 0) prefetch_head_weights(t, at.layer, n - 1);
     if (at.role != QKV || h >= cache.n_heads) return;
     size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
     size_t width = t.stride.cache / ((size_t)cache.n_kv_heads * cache.positions); // bytes
@@ -601,7 +628,7 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
 // that follow each other otherwise.
 struct RowPair {
     float a, b;     // the two products
-    float2 operand; // QKV: cosine and sine; ATTENTION_OUT, DOWN: elements of x to add
+    float2 operand; // QKV: cosine and sine, or biases; ATTENTION_OUT, DOWN: elements of x to add
 };
 
 // Returns the first row of the block's pair i; for GATE_UP, of w1.
@@ -609,14 +636,26 @@ static __device__ int first_row_of_pair(const BlockShare &at, int i) {
     return at.role == GATE_UP ? GROUP_ROWS / 2 * at.first + i : GROUP_ROWS * at.first + 2 * i;
 }
 
-// Loads the operand of the block's pair i: the cosine and sine of its rotation, or the elements of
-// x that it is added to.
+// Returns the biases of rows `row` and `row` + 1 of queries, keys and values; zeros without biases.
+static __device__ float2 load_biases(const TokenPlan &t, int layer, int row) {
+    int q_dim = t.cache.n_heads * t.cache.head_dim, kv_dim = t.cache.n_kv_heads * t.cache.head_dim;
+    bool is_q = row < q_dim, is_k = !is_q && row < q_dim + kv_dim;
+    const float *biases = is_q ? t.heads.bq : is_k ? t.heads.bk : t.heads.bv;
+    if (!biases) return {0, 0};
+    if (!is_q) row -= is_k ? q_dim : q_dim + kv_dim;
+    biases = (const float *)((const char *)biases + layer * t.stride.heads);
+    return *(const float2 *)(biases + row);
+}
+
+// Loads the operand of the block's pair i: the cosine and sine of its rotation, its biases if the
+// rotation comes later, or the elements of x that it is added to.
 static __device__ float2 load_operand(const TokenPlan &t, const BlockShare &at, int pos, int i) {
     int row = first_row_of_pair(at, i), half = t.cache.head_dim / 2;
     if (i >= GROUP_ROWS / 2 * at.n || row >= t.products[at.role].w.rows) return {0, 0};
     if (at.role == GATE_UP || at.role == LOGITS) return {0, 0};
-    return at.role == QKV ? t.rotation[(size_t)pos * half + row / 2 % half]
-                          : *(const float2 *)(t.x + row);
+    if (at.role != QKV) return *(const float2 *)(t.x + row);
+    if (t.complete_later) return load_biases(t, at.layer, row);
+    return t.rotation[(size_t)pos * half + row / 2 % half];
 }
 
 // The cache of a layer, and the position of the token.
@@ -631,14 +670,16 @@ static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheS
                                       const RowPair &pair) {
     const LayerCache &cache = slot.cache;
     Largest found = {-INFINITY, 0x7fffffff}; // less than any logit
-    int head_dim = cache.head_dim, dim = cache.n_heads * head_dim;
+    int head_dim = cache.head_dim, q_dim = cache.n_heads * head_dim;
     int kv_dim = cache.n_kv_heads * head_dim;
     float a = pair.a, b = pair.b;
     if (role == QKV) {
-        bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
-        if (!is_q) i -= is_k ? dim : dim + kv_dim;
-        if (is_q || is_k) rotate_pair(a, b, pair.operand);
+        bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim, later = t.complete_later;
+        if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
+        if (later) a += pair.operand.x, b += pair.operand.y;
+        else if (is_q || is_k) rotate_pair(a, b, pair.operand);
         if (is_q) store_pair(t.q + i, a, b);
+        else if (is_k && later) store_pair(t.k + i, a, b);
         else {
             CacheType *cached = (CacheType *)(is_k ? cache.keys : cache.values);
             store_pair(cached + cache_index(cache, i, slot.pos), a, b);
@@ -651,7 +692,7 @@ static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheS
         if (has_second) t.logits[i + 1] = b;
         found = checked_logit(a, i);
         if (has_second) found = larger_of(found, checked_logit(b, i + 1));
-    } else { // dim is even, since head_dim is
+    } else { // dim is even: rows are multiples of 32
         store_pair(t.x + i, pair.operand.x + a, pair.operand.y + b);
     }
     return found;
@@ -693,15 +734,73 @@ static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squ
     return 1 / sqrtf(sum / dim + t.norm_eps);
 }
 
-// Attends with all heads to the first n positions, or the last `window` of them. Each head's positions are cut into `splits`
-// parts; the blocks share the parts of all heads.
+// Completes a head of queries or keys, `raw` (head_dim,): its RMSNorm, unless `norm` (head_dim,) is
+// NULL, and its rotation; angles (head_dim / 2,): cosines and sines. Writes it to `out`, in shared
+// memory. By one warp.
+static __device__ void complete_head(const TokenPlan &t, const float *raw, const float *norm,
+                                     const float2 *angles, float *out) {
+    int lane = threadIdx.x % 32, head_dim = t.cache.head_dim, half = head_dim / 2;
+    bool halves = t.cache.rope_halves;
+    float sum = 0;
+    for (int i = lane; norm && i < head_dim; i += 32) sum += raw[i] * raw[i];
+    float scale = 1 / sqrtf(warp_sum(sum) / head_dim + t.norm_eps);
+    for (int i = lane; i < half; i += 32) {
+        int first = halves ? i : 2 * i, second = halves ? i + half : 2 * i + 1;
+        float a = raw[first], b = raw[second];
+        if (norm) a *= scale * norm[first], b *= scale * norm[second];
+        rotate_pair(a, b, angles[i]);
+        out[first] = a, out[second] = b;
+    }
+}
+
+static __device__ uint32_t cache_word(float a) { return __float_as_uint(a); }
+static __device__ uint32_t cache_word(float a, float b) { return bits_of(to_halves(a, b)); }
+
+// Writes key (head_dim,), in shared memory, to the cache of KV head `head`. By one warp. All blocks
+// that attend with the head write the same key, so none has to wait for another. The writes are
+// volatile, because plain writes by several blocks would be a data race.
 template <typename CacheType>
-static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache, int splits, int n,
-                                    AttentionScratch *scratch) {
+static __device__ void store_key(const LayerCache &cache, int head, int pos, const float *key) {
+    const int N = sizeof(uint32_t) / sizeof(CacheType); // numbers of a word
+    size_t at = cache_index(cache, head * cache.head_dim, pos);
+    volatile uint32_t *words = (volatile uint32_t *)((CacheType *)cache.keys + at);
+    for (int i = threadIdx.x % 32; i < cache.head_dim / N; i += 32) {
+        if constexpr (N == 1) words[i] = cache_word(key[i]);
+        else words[i] = cache_word(key[2 * i], key[2 * i + 1]);
+    }
+}
+
+// Completes query head h, and the key that it attends to at the token's position: a warp each.
+template <typename CacheType>
+static __device__ void complete_heads(const TokenPlan &t, const LayerCache &cache, int layer, int h,
+                                      int pos, AttentionScratch *scratch) {
+    int warp = threadIdx.x / 32, head_dim = cache.head_dim;
+    int kv_head = h / (cache.n_heads / cache.n_kv_heads);
+    const float2 *angles = t.rotation + (size_t)pos * (head_dim / 2);
+    auto in_layer = [&](const float *norm) {
+        return norm ? (const float *)((const char *)norm + layer * t.stride.heads) : NULL;
+    };
+    if (warp == 0) {
+        complete_head(t, t.q + h * head_dim, in_layer(t.heads.q_norm), angles, scratch->query);
+        for (int d = head_dim + threadIdx.x; d < cache.width; d += 32) scratch->query[d] = 0;
+    } else if (warp == 1) {
+        complete_head(t, t.k + kv_head * head_dim, in_layer(t.heads.k_norm), angles, scratch->key);
+        __syncwarp();
+        store_key<CacheType>(cache, kv_head, pos, scratch->key);
+    }
+}
+
+// Attends with all heads to the first n positions, or the last `window` of them. Each head's
+// positions are cut into `splits` parts; the blocks share the parts of all heads.
+template <typename CacheType>
+static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache, int layer,
+                                    int splits, int n, AttentionScratch *scratch) {
     for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
         int h = i / splits, d = threadIdx.x;
         HeadSplit part = {h, i % splits, splits, first_position(cache, n), n};
-        HeadPartial mine = attend_block<CacheType, 4>(cache, t.q, part, scratch);
+        if (t.complete_later) complete_heads<CacheType>(t, cache, layer, h, n - 1, scratch);
+        else load_query(cache, t.q, h, scratch);
+        HeadPartial mine = attend_block<CacheType, 4>(cache, part, scratch);
         if (d < cache.head_dim && splits > 1) store_partial(t.partials, part, d, mine);
         if (d < cache.head_dim && splits == 1)
             t.attention_out[h * cache.head_dim + d] = mine.out / mine.sum;
@@ -743,15 +842,18 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     __syncthreads();
 
     Largest largest = {-INFINITY, 0x7fffffff};
+    FirstScales scales = {};
     BlockShare at = {};
-    for (at.enter(t, 0); !at.is_past_end(t); at.enter(t, at.step + 1)) {
+    at.enter(t, 0);
+    if (warp < WARPS) load_first_scales<type>(t, at, scales);
+    for (;;) {
         const TokenProduct &product = t.products[at.role];
         size_t offset = at.layer * t.stride.cache;
         CacheSlot cached = {t.cache, pos};
         cached.cache.keys = (char *)cached.cache.keys + offset;
         cached.cache.values = (char *)cached.cache.values + offset;
         if (at.role == ATTENTION_OUT) {
-            attend_heads<CacheType>(t, cached.cache, splits, n, (AttentionScratch *)s.xs);
+            attend_heads<CacheType>(t, cached.cache, at.layer, splits, n, (AttentionScratch *)s.xs);
             grid_barrier(t.arrived, phase);
         }
         bool is_other_type = type != last && at.role == LOGITS;
@@ -760,13 +862,19 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         prefetch_for_next(t, at, cached.cache, n);
         __syncthreads();
         if (warp < WARPS)
-            is_other_type ? multiply_share<last>(t, at, s, ahead, slot)
-                          : multiply_share<type>(t, at, s, ahead, slot);
+            is_other_type ? multiply_share<last>(t, at, s, scales, ahead, slot)
+                          : multiply_share<type>(t, at, s, scales, ahead, slot);
         __syncthreads();
         float scale = product.norm ? norm_scale(t, product.w.cols, s.squares) : 1;
         largest = larger_of(largest,
                             finish_products<CacheType>(t, at, cached, s.row_sums, scale, operand));
-        if (at.role != LOGITS) grid_barrier(t.arrived, phase);
+        if (at.role == LOGITS) break;
+        at.enter(t, at.step + 1);
+        bool is_last_type = at.role == LOGITS;
+        if (warp < WARPS)
+            is_last_type ? load_first_scales<last>(t, at, scales)
+                         : load_first_scales<type>(t, at, scales);
+        grid_barrier(t.arrived, phase);
     }
 
     // The largest logit of each block, then of all blocks.
