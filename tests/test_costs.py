@@ -1,7 +1,9 @@
 """What a training will cost: the table before it, and the largest batch that fits."""
+import ast
 import json
 import os
 import re
+import runpy
 import sys
 import threading
 import time
@@ -131,6 +133,28 @@ def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
             expected = costs.expected_memory(s, args, CPU, dtype)
             assert all(expected[kind] >= 0.99 * size for kind, size in least.items()), (least, expected)
             assert sum(least.values()) < sum(expected.values()) < 4 * sum(least.values())
+
+
+def test_the_table_of_cards_is_what_is_expected():
+    """doc/gpu.md: the largest batch up to the preset's, of the sizes that leave the sequences of a step as they are."""
+    text, last = (ROOT / "doc/gpu.md").read_text(), []
+    rows = re.findall(r"^\| (.*?) \| ([ \d]*) ?\| ([ \d]*) \| ([ \d]*) \| ([ \d]*) \|$", text[text.index("### On a card"):], re.M)
+    assert len(rows) == 7
+    for words, *batches in rows:
+        last = (last if words.startswith("the same") else []) + re.findall(r"--(\w+)=(\w+)", words)
+        preset = re.search(r"config/\w+\.py", words)
+        values = runpy.run_path(str(ROOT / preset[0])) if preset else values
+        s = knobs(**{name: value for name, value in values.items() if not name.startswith("_")})
+        s = s.changed(**{name: ast.literal_eval(value) for name, value in last})
+        args, sequences = train.BUILD.model_args(s, 32000), s.batch_size * s.gradient_accumulation_steps
+        for gib, batch in zip((8, 12, 16, 24), batches):
+            fits = [0]
+            for size in (2 ** n for n in range(8)):
+                part = s.changed(batch_size=size, gradient_accumulation_steps=sequences // size)
+                memory = costs.expected_memory(part, args, torch.device("cuda"), torch.bfloat16)
+                if size <= s.batch_size and sum(memory.values()) <= plan.GPU_MEMORY * (gib - 1 << 30):
+                    fits.append(size)
+            assert int(batch or 0) == max(fits), (words, gib)
 
 
 def test_what_blocks_keep_is_what_is_expected():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from engine.training import checkpoint, costs, plan, progress
+from engine.training import checkpoint, costs, hardware, plan, progress
 from model import ModelArgs
 from tests import forked
 from tests.trainer_config import trainer_config
@@ -125,6 +125,7 @@ def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_
         _, length = plan.plan_length(s, given, meta, costs.TrialSetup(train.BUILD, torch.device(device), torch.float32))
         return plan.values(length)
 
+    monkeypatch.setattr(plan.hardware, "free_memory", lambda device: 1 << 40)
     many = found(set()).get("batch_size", 0) / s.batch_size
     assert many == 0 if device == "cpu" or times == 1 else times / 2 <= many <= times  # else nothing is said of it
     assert "batch_size" not in found({"batch_size"})
@@ -294,6 +295,54 @@ def test_memory_bounds_the_model(monkeypatch):
         widths.append(found["dim"][0])
         assert found["dim"][1] == "the widest that memory holds"
     assert widths == sorted(set(widths))
+
+
+CARD = costs.TrialSetup(train.BUILD, torch.device("cuda"), torch.bfloat16)
+
+
+def test_memory_of_a_gpu_bounds_the_model_by_its_own_parameters(monkeypatch):
+    """The peak that its parameters, activations and logits are expected to have, with room to spare."""
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 1e-9)
+    widths = []
+    for gib in (1, 3, 8):
+        monkeypatch.setattr(plan.hardware, "free_memory", lambda device, gib=gib: gib << 30)
+        found = plan.plan_shape(knobs(), set(), 1 << 40, CARD)
+        assert found["dim"][1] == "the widest that memory holds"
+        s = knobs(**plan.values(found))
+        args = train.BUILD.model_args(s, plan.expected_vocab_size(s, 1 << 40))
+        assert sum(costs.expected_memory(s, args, CARD.device, CARD.amp_dtype).values()) < 0.9 * (gib << 30)
+        widths.append(s.dim)
+    assert widths == sorted(set(widths))
+
+
+def test_a_larger_batch_fits_into_the_gpu(monkeypatch):
+    """By arithmetic, or as the GPU says in the middle of a step."""
+    meta = {"train_tokens": 10 ** 11, "train_bytes": 3 * 10 ** 11, "vocab_size": 500}
+    s = planned(monkeypatch, 10 ** 9, given={"dim"}, dim=256)
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 0.005)
+
+    def doublings(free):
+        monkeypatch.setattr(plan.hardware, "free_memory", lambda device: free)
+        return plan.fill_gpu(s, set(), meta, CARD)[0].batch_size // s.batch_size
+
+    args = train.BUILD.model_args(s, 500)
+    of_four = sum(costs.expected_memory(s, args, CARD.device, CARD.amp_dtype, 4 * s.batch_size).values())
+    assert doublings(1 << 40) == 16 and doublings(of_four / 0.8) == 4 and doublings(1 << 20) == 1
+
+    def step_seconds(s2, *_):
+        if s2.batch_size > 2 * s.batch_size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return 0.005
+
+    monkeypatch.setattr(plan, "step_seconds", step_seconds)
+    assert doublings(1 << 40) == 2
+
+
+def test_what_a_gpu_keeps_without_a_tensor_is_free(monkeypatch):
+    """A trial's memory is still reserved after it."""
+    for name, found in ("mem_get_info", (2 << 30, 8 << 30)), ("memory_reserved", 5 << 30), ("memory_allocated", 1 << 30):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert hardware.free_memory(torch.device("cuda")) == 6 << 30
 
 
 def test_a_small_part_held_out_holds_a_context(monkeypatch):

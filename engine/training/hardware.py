@@ -142,11 +142,12 @@ def is_out_of_memory(error):
 def free_memory(device):
     """
     Return the max bytes that this process can still get; None if unknown. On a GPU this is its free
-    memory; on Linux what the system can make available, swap included, within the limits of this
-    process's control groups.
+    memory, and what PyTorch keeps of it without a tensor; on Linux what the system can make
+    available, swap included, within the limits of this process's control groups.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         system = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}

@@ -19,8 +19,8 @@ from configurator import STARTED, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
 from engine.text.prepare import bytes_per_character, is_prepared, read_meta, usual_pieces
 from engine.training import distill, distributed, hardware, lora, resume
-from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
-                                   tokens_per_step)
+from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, expected_memory, min_memory, show,
+                                   step_seconds, tokens_per_step)
 from engine.training.validate import check_settings
 from engine.untrusted import reading
 from tokenizer import Tokenizer
@@ -39,6 +39,7 @@ CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a cha
 LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
 GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
                       # below, it still waits for kernel launches
+GPU_MEMORY = 0.85     # max fraction of a GPU's free memory that a training is expected to use
 
 
 # ---- from a depth --------------------------------------------------------------------------------
@@ -127,12 +128,10 @@ def plan_shape(config, given, size, setup):
         if args.problem():  # a given number of heads, say, does not divide this width
             problem = problem or args.problem()
             continue
-        one_pass = Pass(trial.batch_size * trial.max_seq_len)
-        memory = sum(min_memory(args, trial.optimizer, one_pass).values())
         reason = ""
         if block_params > max_block_params(size):
             reason = "the widest that a text of this size can use"
-        elif free and 2 * memory > free:  # min_memory omits temporaries and Python itself
+        elif not fits(trial, args, setup, free):
             reason = "the widest that memory holds"
         elif (tokens_per_step(trial) * TRAINING_SECONDS * minutes
               < min_tokens(block_params) * step_seconds(trial, vocab_size, setup)):
@@ -146,6 +145,22 @@ def plan_shape(config, given, size, setup):
     planned = config.changed(minutes=minutes, **values(plan))
     reason = "as given" if config.minutes else "unless --minutes says otherwise"
     return {"minutes": (minutes, reason)} | plan | max_text(planned, given, size, setup)
+
+
+def fits(config, args, setup, free):
+    """
+    Return whether a training is expected to fit into `free` bytes (None: unknown).
+
+    On a GPU the expected peak counts, which has not been compared with one there. On a CPU it is
+    twice the lower bound, which omits temporaries and Python itself.
+    """
+    if not free:
+        return True
+    if setup.device.type == "cuda":
+        expected = expected_memory(config, args, setup.device, setup.amp_dtype)
+        return sum(expected.values()) <= GPU_MEMORY * free
+    one_pass = Pass(config.batch_size * config.max_seq_len)
+    return 2 * sum(min_memory(args, config.optimizer, one_pass).values()) <= free
 
 
 def max_text(config, given, size, setup):
@@ -354,15 +369,24 @@ def plan_length(config, given, meta, setup):
 def fill_gpu(config, given, meta, setup):
     """
     Return (config, seconds of a step), with a batch that keeps a GPU busy. The batch is doubled at
-    most four times, as long as the doubling makes a step only a little longer and the text is read
-    at most max_epochs times.
+    most four times, as long as it fits into the GPU's memory, the doubling makes a step only a
+    little longer and the text is read at most max_epochs times.
     """
     step_time = step_seconds(config, meta["vocab_size"], setup)
     if setup.device.type != "cuda" or given & {"batch_size", "gradient_accumulation_steps"}:
         return config, step_time
+    args = setup.build.model_args(config, meta["vocab_size"])
+    free = hardware.free_memory(setup.device)
     for _ in range(4):
         doubled = config.changed(batch_size=2 * config.batch_size)
-        doubled_time = step_seconds(doubled, meta["vocab_size"], setup)
+        if not fits(doubled, args, setup, free):
+            break
+        try:
+            doubled_time = step_seconds(doubled, meta["vocab_size"], setup)
+        except RuntimeError as e:
+            if not hardware.is_out_of_memory(e):
+                raise
+            break
         steps = training_seconds(config.minutes) / doubled_time
         epochs = steps * tokens_per_step(doubled) / meta["train_tokens"]
         if (doubled_time > GPU_BUSY * step_time
