@@ -223,13 +223,31 @@ def copy_bandwidth():
     return {"gb_per_s": round(2 * x.numel() / ms / 1e6, 1)}
 
 
+# What a token takes in one kernel besides reading its weights, in microseconds: sampled on an H200
+# with 1.1B in bfloat16 (doc/lab/gpu.md). It does not change with the type of the weights.
+BARRIER = 2.4    # a barrier of the grid: 1.2, and as much until the last block is there
+ATTENTION = 4.0  # attention of a layer
+LOAD = 0.8       # the load of what a product multiplies
+
+
+def foretell(n_layers, weight_bytes, gb_per_s):
+    """
+    Return {part: microseconds} that a token should take in one kernel, which reads `weight_bytes`
+    at `gb_per_s`, meets at five barriers a layer and multiplies four matrices a layer.
+    """
+    return {"bytes": weight_bytes / gb_per_s / 1e3, "barriers": BARRIER * (5 * n_layers + 1),
+            "attention": ATTENTION * n_layers, "loads": LOAD * (4 * n_layers + 1)}
+
+
 def speed(shape, program="./runcuda", formats=None):
     """
     Run --bench with each format.
 
     Return {format: {name: value}}. share_of_copy is the bandwidth of decoding, relative to that of
-    the step `copy`.
+    the step `copy`. Of FORMATS, token_us is the time of a token, and foretold_us what `foretell`
+    expects of it.
     """
+    from bench.models import SHAPES
     out = {}
     for form in formats or FORMATS[shape]:
         measured = json.loads(call(program, path_of(shape, form), "--bench", "--json"))
@@ -238,6 +256,11 @@ def speed(shape, program="./runcuda", formats=None):
                      "first_token_ms": round(measured["first_token_ms"]),
                      "gb_per_s": round(measured["decode_gb_per_s"]),
                      "read_gb_per_s": round(measured["bandwidth_gb_per_s"])}
+        if formats is None:
+            parts = foretell(SHAPES[shape].n_layers, measured["bytes_per_token"],
+                             measured["bandwidth_gb_per_s"])
+            out[form]["token_us"] = round(1e6 / measured["decode_tokens_per_s"])
+            out[form]["foretold_us"] = round(sum(parts.values()))
         if "copy" in found:
             share = measured["decode_gb_per_s"] / found["copy"]["gb_per_s"]
             out[form]["share_of_copy"] = round(share, 3)

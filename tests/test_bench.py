@@ -169,6 +169,17 @@ def test_the_plan_for_a_gpu():
     assert len(rows) > 15 and last.startswith(f"all: {totals[-1]} s")
 
 
+def test_the_time_of_a_token_on_a_gpu_is_foretold(monkeypatch):
+    """What an H200 took in doc/lab/gpu.md: bytes of the weights that a token reads, tokens/s."""
+    from bench import gpu
+    for shape, form, size, measured in (("1.1B", "bf16", 2.069e9, 1162), ("15M", "bf16", 30.4e6, 8248), ("15M", "f32", 60.8e6, 7650)):
+        answer = {"decode_tokens_per_s": measured, "bytes_per_token": size, "bandwidth_gb_per_s": 4600.0, "prompt_tokens_per_s": 1.0,
+                  "first_token_ms": 1.0, "decode_gb_per_s": size * measured / 1e9}
+        monkeypatch.setattr(gpu, "call", lambda *words, answer=answer: json.dumps(answer))
+        found = gpu.speed(shape)[form]
+        assert found["foretold_us"] == pytest.approx(found["token_us"], rel=0.04)
+
+
 @pytest.mark.slow
 def test_the_peak_of_training_is_that_of_its_steps(tmp_path):
     """At a vocabulary of 16,000, where every copy of the probe's logits is 62 MiB. The gaps in the heap vary by a tenth."""
