@@ -137,7 +137,7 @@ def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
 
 def test_the_table_of_cards_is_what_is_expected():
     """doc/gpu.md: the largest batch up to the preset's, of the sizes that leave the sequences of a step as they are."""
-    text, last = (ROOT / "doc/gpu.md").read_text(), []
+    text, last, values = (ROOT / "doc/gpu.md").read_text(), [], {}
     rows = re.findall(r"^\| (.*?) \| ([ \d]*) ?\| ([ \d]*) \| ([ \d]*) \| ([ \d]*) \|$", text[text.index("### On a card"):], re.M)
     assert len(rows) == 7
     for words, *batches in rows:
