@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from engine.training import checkpoint, costs, hardware, plan, progress
+from engine.training import checkpoint, costs, fit_batch, hardware, plan, progress
 from model import ModelArgs
 from tests import forked
 from tests.trainer_config import trainer_config
@@ -339,10 +339,16 @@ def test_a_larger_batch_fits_into_the_gpu(monkeypatch):
 
 
 def test_what_a_gpu_keeps_without_a_tensor_is_free(monkeypatch):
-    """A trial's memory is still reserved after it."""
+    """A trial's memory is still reserved after it. Another process gets it when it is given back, as it is to try batches."""
     for name, found in ("mem_get_info", (2 << 30, 8 << 30)), ("memory_reserved", 5 << 30), ("memory_allocated", 1 << 30):
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     assert hardware.free_memory(torch.device("cuda")) == 6 << 30
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("released"))
+    monkeypatch.setattr(fit_batch, "run_child", lambda search: calls.append("tried") or ([fit_batch.Fit(1, 1, 1.0)], ""))
+    fit_batch.largest_batch(knobs(batch_size=2), SimpleNamespace(vocab_size=9), CARD)
+    assert calls == ["released", "tried"]
 
 
 def test_a_small_part_held_out_holds_a_context(monkeypatch):

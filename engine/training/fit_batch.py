@@ -73,6 +73,7 @@ def largest_batch(config, args, setup, gain=GAIN):
     if config.fsdp:
         fail("--batch_size=0 tries a model on one process; with --fsdp=True it needs a number")
     sequences = config.batch_size * config.gradient_accumulation_steps
+    hardware.release_memory(setup.device)  # the child process could not use it
     free = hardware.free_memory(setup.device)
     processes = 1 if setup.device.type == "cuda" else distributed.local_world
     limit = (1 - HEADROOM) * free / processes if free else None

@@ -178,6 +178,12 @@ def free_memory(device):
     return min(min(memory) + min(swap), *both)
 
 
+def release_memory(device):
+    """Give back what PyTorch keeps of a GPU's memory without a tensor, for other processes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def below_limit(group, limit, usage, reclaimable=0):
     """
     Return the bytes that a control group has left below its limit; inf if it has none. group: its
