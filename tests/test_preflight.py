@@ -564,3 +564,14 @@ def test_what_a_vocabulary_loses_is_counted(start, folder):
     vocabulary = next((folder / "cache").glob("plain-char-*/tokenizer.json"))
     done = start(data="accents.txt", vocab_source=str(vocabulary), checks="vocabulary")
     assert warned(done, "vocabulary") and "bytes 3 are lost or changed, first 'é" in done.out, done.all
+
+
+def test_a_bar_that_stands_for_a_space_is_explained(start, folder):
+    """▁, as consoles draw it, is how sentencepiece writes a space. Other characters of boxes and bars are kept."""
+    for name, bars, count in ("bars", "▁▂▃█ ▁", 2), ("boxes", "┌──┐ ▂▃█", 0):
+        (folder / f"{name}.txt").write_text("训练的损失。" * 600 + bars)
+        done = start(data=f"{name}.txt", vocab_source="byte", checks="vocabulary", out_dir=f"out/{name}")
+        told = f"{count} ▁ (U+2581) in the first {10_800 + len(bars.encode()):,} bytes of the text become spaces, as this vocabulary writes a space"
+        assert not done.code and (told in done.out) == warned(done, "vocabulary") == (count > 0), done.all
+        assert done.out.count("--vocab_source=bpe keeps them") == (count > 0)
+        assert "lost or changed" not in done.out

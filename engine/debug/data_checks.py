@@ -19,7 +19,9 @@ from engine.text.blocks import Unfit
 from engine.text.corpus import SEED, SEPARATOR
 from engine.text.downloads import DOWNLOADS
 from engine.text.sources import text_files
+from engine.text.vocabulary import is_made
 from engine.untrusted import open_untrusted
+from tokenizer import SPACE
 
 GRAM = 13             # min tokens of an n-gram
 GRAM_BYTES = 64       # min bytes of text that an n-gram covers on average
@@ -160,7 +162,7 @@ def vocabulary(ctx):
         raise Bug(f"the first document on disk reads {first[:60]!r}, which is not in "
                   f"{ctx.config.data}: it was encoded with another vocabulary, or from other text")
     if restored != source:
-        raise Suspicion(lost_text_message(source, restored))
+        raise Suspicion(lost_text_message(source, restored, ctx.config.vocab_source))
 
 
 def first_document(dataset, split="train", max_tokens=64):
@@ -227,8 +229,13 @@ def without_separators(text, is_cut):
     return "".join(document.strip() for document in documents) if documents[1:] else documents[0]
 
 
-def lost_text_message(source, restored):
+def lost_text_message(source, restored, vocab_source):
     """Return a message about the text that encoding and decoding has changed."""
+    if restored == source.replace(SPACE, " "):
+        kept = "; --vocab_source=bpe keeps them" if is_made(vocab_source) else ""
+        return (f"{source.count(SPACE):,} {SPACE} (U+2581) in the first {len(source.encode()):,} "
+                f"bytes of the text become spaces, as this vocabulary writes a space as {SPACE}"
+                f"{kept}")
     pairs = enumerate(zip(source, restored))
     at = next((i for i, (a, b) in pairs if a != b), min(len(source), len(restored)))
     lines = itertools.zip_longest(source.split("\n"), restored.split("\n"), fillvalue="")
