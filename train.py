@@ -399,7 +399,7 @@ def conclude(t, tracker, row):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
     best_bits, scale = t.dataset.bits_per_byte(state["best"]), t.record.get("yardsticks")
     if scale and math.isfinite(best_bits) and not dry_run:
-        say(yardsticks.assess(best_bits, scale))
+        say(yardsticks.assess(best_bits, scale, row, t.dataset.meta))
     status = "finished" if progress.is_over(t.config, state) else "stopped"
     model = best if t.exports and exported is not None else None
     found = result.result_of(t, status, row, model)

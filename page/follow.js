@@ -99,12 +99,12 @@ export async function show(main) {
       h("summary", {}, count > 1 ? `${title} × ${format(count)}` : title),
       h("ul", {}, texts.map(text => h("li", {}, text)))))
     const checkpoints = run.checkpoints.join(", ") || t("none")
-    const [sentence, values] = run.normal
-    const judged = () => t(sentence).replace(/\{(\w+)\}/g, (_, name) => values[name])
+    const judged = run.normal.map(([text, values]) =>
+      t(text).replace(/\{(\w+)\}/g, (_, name) => values[name]))
     const settings = Object.entries(run.config).map(([knob, value]) =>
       [knob, typeof value === "object" ? JSON.stringify(value).slice(0, 300) : String(value)])
     side.replaceChildren(
-      sentence ? card(t("Is my loss normal?"), h("p", {}, judged())) : "",
+      judged.length ? card(t("Is my loss normal?"), h("p", {}, judged)) : "",
       card(t("Files"), files(), soft(`${t("Checkpoints")}: ${checkpoints}`)),
       card(t("Alerts"), alerts.length ? alerts : soft(t("none"))),
       job() ? card(t("Console"), output(job().id)) : "",

@@ -131,16 +131,19 @@ def time_left(run):
 
 def normal(run):
     """
-    Return [sentence, {name: value in it}]: whether the loss of a run is normal (see
+    Return [[part of a sentence, {name: value in it}]]: whether the loss of a run is normal (see
     engine/text/yardsticks.py), or [] if the run has no yardsticks.
     """
     from engine.text import yardsticks  # here: it imports sentencepiece
-    found = {name.partition("/")[2]: value for name, value in run.metrics.items()
-             if name.startswith("yardstick/") and compare.is_finite(value)}
+    row = {name: value for name, value in run.metrics.items() if compare.is_finite(value)}
+    found = {name.partition("/")[2]: value for name, value in row.items()
+             if name.startswith("yardstick/")}
     loss = run.results().get("best bpb/val") if run.count else None
     if not compare.is_finite(loss) or not yardsticks.WORDS.keys() <= found.keys():
         return []
-    return list(yardsticks.judge(loss, found))
+    meta = run.config.get("dataset")
+    gap = yardsticks.note_gap(row, meta if isinstance(meta, dict) else {})
+    return [list(part) for part in (yardsticks.judge(loss, found), *gap)]
 
 
 def evaluation(folder):

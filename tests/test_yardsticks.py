@@ -54,8 +54,19 @@ def test_of_conversations_the_answers_count(tmp_path):
     (0.99, "not normal: 0.9900 bits per byte is less than the 1.010 that these stories hold")])
 def test_whether_a_loss_is_normal_is_a_sentence(loss, words):
     found = {"chance": 8.0, "unigram": 4.0, "gzip": 3.0, "xz": 2.5, "floor": 1.01}
-    assert yardsticks.assess(loss, found).startswith(words)
-    assert "no model can beat 1.010" in yardsticks.assess(2.0, found)
+    assert yardsticks.assess(loss, found, {}, {}).startswith(words)
+    assert "no model can beat 1.010" in yardsticks.assess(2.0, found, {}, {})
+
+
+@pytest.mark.parametrize("train, val, epoch, meta, gap", [
+    (3.1, 4.5, 2.0, {}, 45), (0.3, 7.4, 36.0, {}, 2367), (3.7, 4.7, 2.0, {}, 0), (4.0, 4.0, 20.0, {}, 0),
+    (3.1, 4.6, 0.9, {}, 0),  # read once: the two parts differ
+    (0.3, 7.4, 36.0, {"chat_template": ""}, 0), (None, 4.0, 9.0, {}, 0), (0.0, 4.0, 9.0, {}, 0)])
+def test_a_text_known_by_heart_is_named(train, val, epoch, meta, gap):
+    row = {"loss/train_eval": train, "loss/val": val, "epoch": epoch}
+    said = yardsticks.assess(2.0, {"chance": 8.0, "unigram": 4.0, "gzip": 3.0, "xz": 2.5}, row, meta)
+    assert ("learns the text by heart" in said) == bool(gap) and said.startswith("normal: 2.0000")
+    assert not gap or f"the validation loss is {gap:,} % above the training loss" in said
 
 
 def test_a_training_shows_its_yardsticks_and_logs_them_once(folder):  # noqa: F811
