@@ -74,7 +74,8 @@ cache = "cache"          # folder of prepared data and downloads
 column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
 skip_bad = False         # leave out files of a folder that cannot be read as text, and count them
 workers = 0              # processes that encode; 0: one per core
-show = False             # print documents, their lengths, use of the vocabulary, repeated documents
+show = False             # print documents, their lengths, use of the vocabulary, repeated documents,
+                         # with the vocabulary that train.py would choose, unless one is given here
 page = ""                # .html file that shows what --show prints
 png = ""                 # .png file to draw lengths and piece frequencies to (needs matplotlib)
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
@@ -548,6 +549,28 @@ def show_conversations(prepared, count=3, max_tokens=400):
                                is_target[a]) for a, b in zip(edges, edges[1:]))
 
 
+def show_vocabulary_of_training(config):
+    """
+    Prepare the text with the vocabulary that train.py would choose on this machine, unless the user
+    has set one, and print which: put its settings in this program's globals.
+    """
+    vocabulary = {"vocab_source", "vocab_size", "max_vocab_size"}
+    if vocabulary & config.given.keys():
+        return
+    from engine.training import plan  # here and below: they import torch, which takes seconds
+    from engine.training.costs import Build
+    from model import ModelArgs
+    from optim import make_optimizer
+    values = {"data": source, "cache": cache, "column": column, "val_fraction": val_fraction,
+              "max_text_bytes": max_text_bytes}
+    given = {"data"} | {name for name in values if name in config.given}
+    chosen = plan.text_settings(values, given, Build(ModelArgs.of, make_optimizer))
+    globals().update(plan.values(chosen))
+    shown = [f"--{name}={value}" for name, (value, _) in chosen.items()]
+    if shown:
+        print(f"as `python train.py --data={source}` would prepare it: {' '.join(shown)}")
+
+
 def show_data(prepared):
     """Print and write what --show, --page and --png ask for."""
     found, rows = survey_excerpts(prepared), document_rows(prepared)
@@ -580,6 +603,8 @@ if __name__ == "__main__":
     for path, ending in (page, ".html"), (png, ".png"):
         if path and not path.endswith(ending):
             fail(f"{path}: expected a name that ends in {ending}")
+    if show or page or png:
+        show_vocabulary_of_training(config)
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
                        column, max_vocab_size=max_vocab_size, max_text_bytes=max_text_bytes)
     found = load(prepared)

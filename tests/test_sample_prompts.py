@@ -72,6 +72,9 @@ def test_a_training_on_chinese_continues_and_suggests_chinese(tmp_path):
     done = forked.run([ROOT / "train.py", *words], tmp_path, env)
     assert json.loads((tmp_path / "out/novel/config.json").read_text())["vocab_source"] == "char" and "2.9 bytes: too short" in done.stdout
     assert done.returncode == 0 and done.stdout.endswith("./run out/novel/model.gguf -i '此开卷第一回也'\n"), done.stdout + done.stderr
+    shown = forked.run([ROOT / "data.py", "novel.txt", "--show=True"], tmp_path, env)
+    assert "train.py --data=novel.txt` would prepare it: --vocab_source=char" in shown.stdout and "此|开|卷|第|一|回|也|。" in shown.stdout, shown.stderr
+    assert len([*tmp_path.glob("cache/*/meta.json")]) == 1  # it is the text that was prepared for the training
     rows = [json.loads(line) for line in (tmp_path / "out/novel/log.jsonl").read_text().splitlines()]
     assert {prompt for row in rows for prompt, *_ in row.get("samples", [])} == {"此开卷第一回也"}
     for place in ".", "model.gguf", (tmp_path / "out/novel/latest").read_text().strip().join(("checkpoints/", "")):

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 import data
+from configurator import freeze
 from engine.text import survey
+from engine.training import plan
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,10 +75,28 @@ def test_tokens_that_are_a_character_together_stand_together():
     """Pieces of bytes, as byte-level BPE has them, and what sentencepiece spells <0x..>; what is never completed shows its bytes."""
     day, world = "日".encode(), "界".encode()
     pieces = [(b"<s>", 0.0, 3), (b" the", 0.0, 1), (day, 0.0, 1), (day[:2], 0.0, 1), (day[2:] + world[:1], 0.0, 1), (world[1:], 0.0, 1),
-              (b"<0xE6>", 0.0, 6), (b"<0x97>", 0.0, 6), (b"<0xA5>", 0.0, 6), (b"<0x41>", 0.0, 6), ("\u2581a".encode(), 0.0, 1)]
+              (b"<0xE6>", 0.0, 6), (b"<0x97>", 0.0, 6), (b"<0xA5>", 0.0, 6), (b"<0x41>", 0.0, 6), ("\u2581a".encode(), 0.0, 1), (b"\n\t", 0.0, 1), (b"<0x0A>", 0.0, 6)]
     for ids, text in (([0, 1, 2], "<s>|␣the|日"), ([3, 4, 5, 2], "⟨日界⟩|日"), ([6, 7, 8, 9, 10], "⟨日⟩|A|␣a"), ([2, 3], "日|<0xE6><0x97>"),
-                      ([6, 7], "<0xE6>|<0x97>"), ([5, 1], "<0x95><0x8C>|␣the"), ([3, 1], "⟨\ufffd␣the⟩"), ([], "")):
+                      ([6, 7], "<0xE6>|<0x97>"), ([5, 1], "<0x95><0x8C>|␣the"), ([3, 1], "⟨\ufffd␣the⟩"), ([], ""),
+                      ([11, 12, 2], r"\n\t|\n|日")):
         assert survey.spelled(ids, pieces) == text
+    assert survey.piece_tables(pieces, np.arange(13))["most frequent pieces"][1][0] == r"\n"
+
+
+def test_a_text_is_shown_with_the_vocabulary_that_a_training_would_choose(tmp_path, monkeypatch, capsys):
+    """Unless one is given. A small Chinese text is read by characters, another by as many pieces as its model can use."""
+    (tmp_path / "zh.txt").write_text("列位看官：你道此书从何而来？\n" * 50)
+    (tmp_path / "en.txt").write_text("".join(f"Once upon a time there were {n} cats.\n" for n in range(4000)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "step_seconds", lambda *arguments: 0.01)
+    for name, given, vocabulary in (("zh.txt", {}, "--vocab_source=char"), ("zh.txt", {"vocab_source": "byte"}, ""), ("en.txt", {}, "--max_vocab_size="),
+                                    ("stories:10", {}, "")):
+        values = {"source": name, "vocab_source": "custom", "max_vocab_size": 0} | given
+        for setting, value in values.items():
+            monkeypatch.setattr(data, setting, value)
+        data.show_vocabulary_of_training(freeze(vars(data), given))
+        said = capsys.readouterr().out
+        assert said.startswith(f"as `python train.py --data={name}` would prepare it: {vocabulary}") if vocabulary else not said
 
 
 def test_the_page_of_a_text_whose_name_is_no_utf8(tmp_path):

@@ -6,6 +6,7 @@ import codecs
 import collections
 import html
 import math
+import re
 
 import numpy as np
 
@@ -21,6 +22,12 @@ i{display:inline-block;height:.8em;background:#48a}"""
 COPIES = "documents that come more than once"
 
 
+def visible(text):
+    """Return a text of one line in which white space can be seen: ␣, and escapes such as \\n."""
+    text = text.replace(SPACE, " ").replace(" ", "␣")
+    return re.sub(r"\s", lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def spelled(ids, pieces):
     """
     Return tokens as readable text, separated by |.
@@ -32,12 +39,12 @@ def spelled(ids, pieces):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for i in ids:
         data, _, kind = pieces[i]
-        waiting.append(spell(pieces[i], "␣"))
+        waiting.append(visible(spell(pieces[i])))
         is_byte = kind == BYTE  # its data is <0x..>
         text += decoder.decode(bytes([int(data[3:5], 16)]) if is_byte else data)
         if decoder.getstate()[0]:  # bytes of an incomplete character
             continue
-        joined = f"⟨{text.replace(SPACE, ' ').replace(' ', '␣')}⟩"
+        joined = f"⟨{visible(text)}⟩"
         found.append(waiting[0] if len(waiting) == 1 else joined)
         waiting, text = [], ""
     return "|".join(found + waiting)
@@ -119,7 +126,7 @@ def piece_tables(pieces, counts):
     total = max(1, counts.sum())
 
     def table_of(ids):
-        rows = [[spell(pieces[i], "␣"), int(counts[i]), f"{counts[i] / total:.2%}"] for i in ids]
+        rows = [[visible(spell(pieces[i])), int(counts[i]), f"{counts[i] / total:.2%}"] for i in ids]
         return [["piece", "times", "share"], *rows]
 
     use = [["times", "pieces"]]

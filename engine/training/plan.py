@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import STARTED, configure, fail, source_knobs
+from configurator import STARTED, Config, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
-from engine.text.prepare import bytes_per_character, is_prepared, read_meta, usual_pieces
+from engine.text.prepare import (bytes_per_character, is_prepared, read_meta, text_bytes,
+                                 usual_pieces)
 from engine.training import distill, distributed, hardware, lora, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, expected_memory, min_memory, show,
                                    step_seconds, tokens_per_step)
@@ -443,6 +444,29 @@ def training_seconds(minutes):
     """
     spent = (time.monotonic() - STARTED) / 60
     return 60 * max(minutes / 2, minutes * (1 - RESERVE) - spent)
+
+
+# ---- what others ask -----------------------------------------------------------------------------
+
+def text_settings(values, given, build):
+    """
+    Return the plan of the settings with which `train.py --data=SOURCE` prepares its text on this
+    machine: of the vocabulary, and max_text_bytes. values: {setting of train.py: value}; given:
+    names of those that the user set.
+    """
+    path = Path(__file__).resolve().parents[2] / "train.py"
+    defaults = {name: knob[0] for name, knob in source_knobs(path).items()}
+    config = Config(defaults | values, defaults, given)
+    if is_prepared(config.data) or not derives_from_time(config, given):
+        return {}
+    size = text_bytes(config.data, config.cache, config.column)
+    plan = plan_characters(config, given, size)
+    if not plan:
+        device = distributed.setup(config.device)
+        setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
+        plan = plan_shape(config, given, size, setup)
+    names = "vocab_source", "max_vocab_size", "max_text_bytes"
+    return {name: plan[name] for name in names if name in plan}
 
 
 # ---- what the user is told -----------------------------------------------------------------------
