@@ -78,7 +78,7 @@ checks = "all"              # checks before the first step: all, none, some (fut
                             # text are skipped and counted; without export, a model that no model
                             # file can hold is trained
 sample_prompt = "auto"      # prompts that the model continues at every evaluation, separated by |;
-                            # auto: the beginning of a validation document
+                            # auto: the beginning of a line of the validation text
 json = False                # print the result as the last line: what result.json holds
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server

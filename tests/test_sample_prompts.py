@@ -19,7 +19,7 @@ def prompt_of(folder, context=64, **options):
     return sample_prompts.choose(data.load(data.prepare(folder, cache=folder.parent / "cache", vocab_source="char", **options)), context)
 
 
-def test_a_prompt_is_how_a_validation_document_begins(tmp_path):
+def test_a_prompt_is_how_a_line_of_the_text_begins(tmp_path):
     texts = {"english": "The moon was up, and the sea was calm.\nIt was late.\n<|endoftext|>\n" * 30,
              "chinese": (CHINESE.strip() + "\n<|endoftext|>\n") * 30}
     for name, text in texts.items():
@@ -29,7 +29,7 @@ def test_a_prompt_is_how_a_validation_document_begins(tmp_path):
         (tmp_path / "code" / f"{n}.py").write_text(CODE)
     assert prompt_of(tmp_path / "english.txt") == "The moon was up"
     assert prompt_of(tmp_path / "chinese.txt") == "此开卷第一回也"
-    assert prompt_of(tmp_path / "code") == '"""Read a table'
+    assert prompt_of(tmp_path / "code") == "def read(path)"
     # Half of the context at most, for a model with a tiny one
     assert prompt_of(tmp_path / "english.txt", context=8) == "The" and prompt_of(tmp_path / "chinese.txt", context=8) == "此开卷"
 
@@ -43,6 +43,25 @@ def test_the_prompt_of_one_long_text_begins_a_paragraph(tmp_path):
     digits = prompt_of(tmp_path / "pi.txt")
     assert digits.isdecimal() and len(digits) == sample_prompts.MAX_WIDTH
     assert prompt_of(tmp_path / "table.txt") == ""  # "|" separates prompts
+
+
+def test_what_does_not_look_like_the_text_is_passed_over(tmp_path):
+    """Code and a licence at the beginning of each document, and of the part of a single one that validates."""
+    first = "Copyright (c) 2020 The Authors. All rights reserved.\n" + CODE
+    (tmp_path / "many.txt").write_text((first + CHINESE.strip() + "\n<|endoftext|>\n") * 30)
+    (tmp_path / "one.txt").write_text(CHINESE * 9 + first + CHINESE)
+    assert prompt_of(tmp_path / "many.txt") == prompt_of(tmp_path / "one.txt", val_fraction=0.4) == "此开卷第一回也"
+
+
+@pytest.mark.parametrize("prompts, known, chosen", [
+    (["# Chapter 1", "It was late"], "# Chapter 1\nIt was late, and the moon was up.\n", "It was late"),
+    (["1. 2. 3.", "It was late"], "It was 1 o'clock, and the moon was up.\n", "It was late"),
+    (["第一章", "It was late"], "It was late, and the moon was up.\n", "It was late"),
+    (["It was late", "def f(x)"], "def f(x):\n    return x + 1\n" * 9, "def f(x)"),
+    (["x = [1, 2, 3]", "return x"], "# of 1\nx = [1, 2]\ny = x[0]\n" * 9, "x = [1, 2, 3]"),
+    (["- one", "- two"], "It was late, and the moon was up.\n", "- one"), (["12"], "", "12")])
+def test_a_typical_prompt_has_the_characters_of_the_text(prompts, known, chosen):
+    assert sample_prompts.typical(prompts, known) == chosen
 
 
 @pytest.mark.parametrize("line, prompt", [

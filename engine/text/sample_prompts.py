@@ -1,8 +1,10 @@
 """
-Choose the prompt for the samples of a training: the beginning of a document of its validation text,
-or a question of its validation conversations.
+Choose the prompt for the samples of a training: the beginning of a line of its validation text, or a
+question of its validation conversations.
 """
+import collections
 import re
+import unicodedata
 
 import numpy as np
 
@@ -24,37 +26,81 @@ CLAUSE = re.compile(r"[^,.;:!?…，。；：！？、]+")
 def choose(prepared, context):
     """
     Return a prompt of one line without "|", which has at most half as many tokens as the context
-    (`context`). Of a text it is the beginning of the first validation document that gives one, ""
-    if none does; of conversations the first question that can be used, otherwise HELLO.
+    (`context`). Of a text it is the beginning of a line of its validation split that looks like the
+    training text, "" if no line can be used; of conversations the first question that can be used,
+    otherwise HELLO.
     """
     if prepared.masks:
         return first_question(prepared, context)
-    for line in first_lines(prepared):
+    prompts = []
+    for line in lines_to_begin(prepared):
         prompt = beginning(line)
         while prompt and len(prepared.tokenizer.encode_prompt(prompt)) > max(2, context // 2):
             prompt = prompt[:-1].rstrip()
         if prompt:
-            return prompt
-    return ""
+            prompts.append(prompt)
+    known = prepared.tokenizer.decode(np.asarray(prepared.train[:SEARCHED]).tolist())
+    return typical(prompts, known) if prompts else ""
 
 
-def first_lines(prepared, max_tokens=1000):
+def lines_to_begin(prepared, max_tokens=1000):
     """
     Return lines of the validation split whose beginnings may be prompts: the first line of each
-    document. A single document may begin within a sentence, where the text was split. So its later
-    paragraphs' first lines come first, then its other lines, then its first line.
+    document, then those of its later paragraphs, then the others. A single document may begin
+    within a sentence, where the text was split. So its first line comes last.
     """
     tokens, tokenizer = np.asarray(prepared.val[:SEARCHED]), prepared.tokenizer
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
     ends = np.append(starts[1:], len(tokens))
     texts = [tokenizer.decode(tokens[start:min(end, start + max_tokens)].tolist()).strip()
              for start, end in zip(starts[:MAX_TRIED], ends)]
-    lines = [text.partition("\n")[0] for text in texts]
+    firsts, paragraphs, others = [], [], []
+    for text in texts:
+        first, *rest = text.split("\n")
+        firsts.append(first)
+        paragraphs += (part.partition("\n")[0] for part in re.split(r"\n\s*\n", text)[1:])
+        others += rest
     if len(texts) == 1:
-        _, *paragraphs = re.split(r"\n\s*\n", texts[0])
-        _, *others = texts[0].split("\n")
-        lines = [*(text.partition("\n")[0] for text in paragraphs), *others, *lines]
-    return lines
+        return [*paragraphs, *others, *firsts]
+    return [*firsts, *paragraphs, *others]
+
+
+def typical(prompts, known):
+    """
+    Return the first of the prompts that looks like the text `known`: code, headings, tables and
+    lines in another script are passed over, unless the text is made of them. It begins with a
+    character of the kind with which lines begin that have most of the text, and half of the prompts
+    or more have a less similar mix of kinds. Both count bytes: a Chinese character says as much as
+    some Latin letters, and has three bytes.
+    """
+    lines_of = collections.Counter()
+    for line in map(str.strip, known.split("\n")):
+        lines_of[kind(line[:1])] += len(line.encode(errors="replace"))
+    usual, _ = lines_of.most_common(1)[0]
+    prompts = [prompt for prompt in prompts if kind(prompt[0]) == usual] or prompts
+    of_text = shares(known)
+    distances = [sum(abs(share - of_text[name]) for name, share in shares(prompt).items())
+                 for prompt in prompts]
+    limit = sorted(distances)[(len(distances) - 1) // 2]
+    return next(prompt for prompt, far in zip(prompts, distances) if far <= limit)
+
+
+def kind(character):
+    """Return the script of a letter, "digit", "mark", or "" of white space and of no character."""
+    if not character.strip():
+        return ""
+    if character.isalpha():
+        return unicodedata.name(character, "unnamed").split()[0]
+    return "digit" if character.isdigit() else "mark"
+
+
+def shares(text):
+    """Return {kind: share of the bytes} of a text without its white space, as a Counter."""
+    found = collections.Counter()
+    for character, count in collections.Counter(text).items():
+        found[kind(character)] += count * len(character.encode(errors="replace"))
+    del found[""]
+    return collections.Counter({name: n / found.total() for name, n in found.items()})
 
 
 def beginning(line):
