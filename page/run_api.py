@@ -142,8 +142,8 @@ def normal(run):
     if not compare.is_finite(loss) or not yardsticks.WORDS.keys() <= found.keys():
         return []
     meta = run.config.get("dataset")
-    gap = yardsticks.note_gap(row, meta if isinstance(meta, dict) else {})
-    return [list(part) for part in (yardsticks.judge(loss, found), *gap)]
+    meta = meta if isinstance(meta, dict) else {}
+    return [list(part) for part in yardsticks.parts_of_answer(loss, found, row, meta)]
 
 
 def evaluation(folder):

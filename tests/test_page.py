@@ -719,7 +719,7 @@ def test_a_job_that_runs_but_is_stored_as_queued_is_not_started_again(tmp_path):
 
 def test_every_text_and_every_knob_has_a_chinese_translation():
     found, knobs = json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8")), source_knobs(ROOT / "train.py")
-    sentences = {*yardsticks.SENTENCES.values(), yardsticks.GAP}
+    sentences = {*yardsticks.SENTENCES.values(), yardsticks.GAP, yardsticks.LONGER}
     assert list(found["knobs"]) == list(knobs)
     assert all(text and text != knobs[name][2] for name, text in found["knobs"].items())
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "page").glob("*.js"))
@@ -882,7 +882,7 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     script(browser, "document.getElementById('language').click()")
     until(lambda: script(browser, "return document.documentElement.lang") == "zh")
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True})
-    for view, words in ("run?run=out/v0", "我的损失正常吗？\n就短训练而言正常：每字节"), ("run?run=out/v0", "；但验证损失比训练损失高 100%"), ("talk", "对话"), ("inside", ""), ("start", "预设"), ("runs", "v5"):
+    for view, words in ("run?run=out/v0", "我的损失正常吗？\n就短训练而言正常：每字节"), ("run?run=out/v0", "；验证损失比训练损失高 100%"), ("talk", "对话"), ("inside", ""), ("start", "预设"), ("runs", "v5"):
         script(browser, "location.hash = arguments[0]", view)
         until(lambda: words in text() and len(text()) > 5, 60)
         assert script(browser, "return document.documentElement.scrollWidth") == 390, view

@@ -21,7 +21,7 @@ SENTENCES = {
     "below the floor": "not normal: {loss} bits per byte is less than the {floor} that these "
                        "stories hold; the model sees what it should predict",
     "token frequencies": "not normal yet: {loss} bits per byte is more than token frequencies "
-                         f"alone need ({OTHERS}); train longer, or try other rates with --lr_find",
+                         f"alone need ({OTHERS})",
     "short": "normal for a short training: {loss} bits per byte is less than token frequencies "
              f"need and not yet what a compressor reaches ({OTHERS})",
     "normal": f"normal: {{loss}} bits per byte is less than a compressor needs ({OTHERS})",
@@ -33,8 +33,9 @@ SENTENCES = {
 # text differ; of 60 kB of Chinese it was 1.5 after two readings, when the validation loss had
 # stopped falling, and 8.5 after 18.
 BY_HEART, MIN_EPOCHS = 1.4, 2
-GAP = ("; but the validation loss is {gap} % above the training loss, as the model learns the text "
-       "by heart: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
+GAP = ("; the validation loss is {gap} % above the training loss, as the model learns the text by "
+       "heart: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
+LONGER = "; train longer, or try other rates with --lr_find"
 
 
 def predicted(dataset, split, count):
@@ -105,22 +106,33 @@ def judge(loss, found):
     return SENTENCES[kind], values
 
 
-def note_gap(row, meta):
+def gap(row, meta):
     """
-    Return [(GAP, {name: text})] if the validation loss is far above the training loss because the
-    model learns the text by heart, otherwise []. row: {metric: value} of the last evaluation; meta:
-    of the prepared text. Of conversations only answers count, which are few: [].
+    Return by how many percent the validation loss is above the training loss if that is far, because
+    the model learns the text by heart, otherwise 0. row: {metric: value} of the last evaluation;
+    meta: of the prepared text. Of conversations only answers count, which are few: 0.
     """
     losses = row.get("loss/val"), row.get("loss/train_eval")
     if "chat_template" in meta or None in losses or row.get("epoch", 0) < MIN_EPOCHS:
-        return []
+        return 0
     validation, training = losses
     if not validation > BY_HEART * training > 0:
-        return []
-    return [(GAP, {"gap": f"{100 * (validation / training - 1):,.0f}"})]
+        return 0
+    return round(100 * (validation / training - 1))
+
+
+def parts_of_answer(loss, found, row, meta):
+    """
+    Return [(text, {name: text})]: the sentence of judge, and what follows it: a text learned by
+    heart, or what to do. loss, found: see judge; row, meta: see gap.
+    """
+    text, values = judge(loss, found)
+    if percent := gap(row, meta):
+        return [(text, values), (GAP, {"gap": f"{percent:,}"})]
+    return [(text, values), *[(LONGER, {})] * (text == SENTENCES["token frequencies"])]
 
 
 def assess(loss, found, row, meta):
-    """Return the sentence of judge and note_gap with their values. row, meta: see note_gap."""
-    parts = [judge(loss, found), *note_gap(row, meta)]
+    """Return whether a loss is normal, in words. row, meta: see gap."""
+    parts = parts_of_answer(loss, found, row, meta)
     return "".join(text.format(**values) for text, values in parts)
