@@ -557,8 +557,10 @@ def page_of(comparison, title=""):
     if comparison.has_groups:
         single = [Group(run.name, [run]) for run in comparison.runs]
         tables += html_table(table_rows(comparison._replace(groups=single)))
+    figure, count = figure_of(comparison, title), len(comparison.runs)
+    heading = title or f"{figure.title} of {count} run{'s' * (count > 1)}"
     template = Template(PAGE.read_text(encoding="utf-8"))
-    return template.substitute(tables=tables, chart=charts.svg(figure_of(comparison, title)))
+    return template.substitute(title=html.escape(heading), tables=tables, chart=charts.svg(figure))
 
 
 def page(found, group=""):

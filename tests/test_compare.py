@@ -226,6 +226,7 @@ def test_values_as_the_table_shows_and_sorts_them():
 def test_the_page_stands_alone_and_holds_the_values_to_sort_by(folders):
     assert compare(folders, "b2", "b16", "--plot=c.html").returncode == 0
     page = (folders / "c.html").read_text()
+    assert page.startswith('<!doctype html><html lang="en">') and "<title>Validation loss of 2 runs</title>" in page
     assert not re.search(r'(src|href)="', page) and page.count("<svg") == 1
     assert re.findall(r'<td data-value="(\d+)">\d+</td></tr', page) == ["2", "16"]
 
