@@ -42,7 +42,7 @@ from engine.training.likelihood import batch_tokens, compare_pairs, log_likeliho
 from engine.training.load import chat_template, load_model
 from engine.tracking.redact import redact
 from engine.streams import one_line, pad, width
-from engine.untrusted import parse_json, read_untrusted
+from engine.untrusted import MAX_JSON, parse_json, read_json, read_untrusted
 from tokenizer import decode_utf8
 from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 
@@ -73,6 +73,8 @@ ANSWER_COLUMNS = ["Successful", "Expected", "Answer", "Set", "Kind", "Question"]
 GROUP_COLUMNS = ["Set", "Kind", "Accuracy", "Right", "Questions", "Majority"]
 PAIR_COLUMNS = ["Successful", "Kind", "Before", "Expected", "Preferred", "Nats"]
 KIND_COLUMNS = ["Kind", "Accuracy", "From", "To", "Right", "Pairs"]
+CHOICE_COLUMNS = ["Measure", "Accuracy", "From", "To", "Right", "Questions"]
+PERPLEXITY_COLUMNS = ["Perplexity", "Nats per token", "Bits per byte", "Tokens"]
 
 
 # ---- perplexity ----------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
     return sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in batches)
 
 
-def print_perplexity(model, vocabulary, path, device):
+def evaluate_perplexity(model, vocabulary, path, device, folder):
     try:
         text = read_untrusted(path, MAX_TEXT).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
@@ -107,8 +109,11 @@ def print_perplexity(model, vocabulary, path, device):
     if not nats < 700:  # too large for math.exp, or NaN
         fail(f"{out_dir}: {nats:.4g} nats per token, expected about "
              f"{math.log(model.args.vocab_size):.1f} or less; its weights are broken")
+    bits = total / math.log(2) / len(text)
     print(f"perplexity {math.exp(nats):.4f} ({count} tokens, {nats:.6f} nats per token, "
-          f"{total / math.log(2) / len(text):.6f} bits per byte)")
+          f"{bits:.6f} bits per byte)")
+    save_for_page("perplexity", {"data": path, "names": PERPLEXITY_COLUMNS,
+                                 "groups": [[math.exp(nats), nats, bits, count]]}, folder)
 
 
 # ---- labelled prompts ----------------------------------------------------------------------------
@@ -309,14 +314,24 @@ def log_to_wandb(folder, results):
         print(f"warning: not logged to W&B ({redact(reason(e))})")
 
 
-def save_for_page(found, folder):
-    """Write {name: value} to folder/evaluation.json, which the page shows with the run."""
+def save_for_page(kind, found, folder):
+    """
+    Keep {name: value} as the result of a kind of evaluation, the name of its setting, in
+    folder/evaluation.json, which the page shows with the run.
+    """
     if not run_folder.is_run(folder):
         return
+    path = Path(folder, "evaluation.json")
     try:
-        write_atomic(Path(folder, "evaluation.json"), json.dumps(found))
+        kept = read_json(path, MAX_JSON, {})
+    except (OSError, ValueError):
+        kept = {}
+    if not isinstance(kept, dict) or "accuracy" in kept:  # of an earlier version
+        kept = {}
+    try:
+        write_atomic(path, json.dumps(kept | {kind: found}))
     except OSError as e:
-        print(f"warning: {folder}/evaluation.json cannot be written ({e.strerror})")
+        print(f"warning: {path} cannot be written ({e.strerror})")
 
 
 def save_picture(matrix, names, folder):
@@ -352,9 +367,10 @@ def evaluate_labelled(model, vocabulary, device, folder):
     matrix = confusion_matrix(rows, names)
     scores = class_scores(matrix, names)
     average = dict(zip(("precision", "recall", "f1"), macro_average(scores)))
-    save_for_page({"data": data, "accuracy": share_right(rows), "names": names,
-                   "matrix": matrix, "score_columns": CLASS_COLUMNS, "scores": scores,
-                   "macro_average": average, "columns": COLUMNS, "rows": wrong(rows)}, folder)
+    save_for_page("data", {"data": data, "accuracy": share_right(rows), "names": names,
+                           "matrix": matrix, "score_columns": CLASS_COLUMNS, "scores": scores,
+                           "macro_average": average, "columns": COLUMNS, "rows": wrong(rows)},
+                  folder)
     save_picture(matrix, names, folder)
 
     def results(wandb):
@@ -420,17 +436,20 @@ def choose(model, vocabulary, questions, device="cpu"):
     return found
 
 
-def evaluate_choices(model, vocabulary, device):
+def evaluate_choices(model, vocabulary, device, folder):
     questions = read_task(harness)
     chosen = choose(model, vocabulary, [question[:2] for question in questions], device)
     answers = [(right, *indices) for (*_, right), indices in zip(questions, chosen)]
-    n = len(answers)
+    n, measures = len(answers), []
     for name, column in ("acc", 1), ("acc_norm", 2):
         count = sum(row[column] == row[0] for row in answers)
         share, (low, high) = count / n, interval(count, n)
+        measures.append([name, share, low, high, count, n])
         error = math.sqrt(share * (1 - share) / max(1, n - 1))  # standard error of the mean
         print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; "
               f"{n} questions)")
+    save_for_page("harness", {"data": harness, "accuracy": measures[0][1],
+                              "names": CHOICE_COLUMNS, "groups": measures}, folder)
 
 
 # ---- conversations -------------------------------------------------------------------------------
@@ -556,8 +575,9 @@ def evaluate_conversations(model, vocabulary, folder):
                sum(len(vocabulary.encode_inside(row[1])) for row in rows) / len(rows))
     groups = group_results(rows)
     print("\n".join(report_answers(rows, lengths, groups)))
-    save_for_page({"data": conversations, "accuracy": share_right(rows), "names": GROUP_COLUMNS,
-                   "groups": groups, "columns": ANSWER_COLUMNS, "rows": wrong(rows)}, folder)
+    save_for_page("conversations", {"data": conversations, "accuracy": share_right(rows),
+                                    "names": GROUP_COLUMNS, "groups": groups,
+                                    "columns": ANSWER_COLUMNS, "rows": wrong(rows)}, folder)
 
     def results(wandb):
         by_group = {"/".join(filter(None, ("accuracy", of_set, kind))): share
@@ -650,8 +670,8 @@ def evaluate_pairs(model, vocabulary, device, folder):
             for pair, nats in compared]
     kinds = kind_results(rows)
     print("\n".join(report_pairs(rows, kinds)))
-    save_for_page({"data": pairs, "accuracy": share_right(rows), "names": KIND_COLUMNS,
-                   "groups": kinds, "columns": PAIR_COLUMNS, "rows": wrong(rows)}, folder)
+    save_for_page("pairs", {"data": pairs, "accuracy": share_right(rows), "names": KIND_COLUMNS,
+                            "groups": kinds, "columns": PAIR_COLUMNS, "rows": wrong(rows)}, folder)
 
     def results(wandb):
         by_kind = {"/".join(filter(None, ("accuracy", kind))): share for kind, share, *_ in kinds}
@@ -736,11 +756,11 @@ def main():
     torch_device, folder = distributed.setup(device), checkpoint.newest_run(out_dir)
     model, vocabulary = load_model(folder, tokenizer, torch_device)
     if perplexity:
-        print_perplexity(model, vocabulary, perplexity, torch_device)
+        evaluate_perplexity(model, vocabulary, perplexity, torch_device, folder)
     if data:
         evaluate_labelled(model, vocabulary, torch_device, folder)
     if harness:
-        evaluate_choices(model, vocabulary, torch_device)
+        evaluate_choices(model, vocabulary, torch_device, folder)
     if conversations:
         evaluate_conversations(model, vocabulary, folder)
     if pairs:

@@ -108,11 +108,25 @@ export function logTicks(low, high) {
   return evenTicks(low, high)
 }
 
+/**
+ * Return the tops of labels below their lines, moved down where they would overlap. heights:
+ * pixels of the lines from the top, ascending; line: pixels of a label.
+ */
+export function spread(heights, line) {
+  let next = -Infinity
+  return heights.map(height => {
+    const top = Math.max(height + 2, next)
+    next = top + line
+    return top
+  })
+}
+
 // ---- charts
 
 const charts = new Set()  // all charts in the page: a zoom of one zooms all
 let resetting = false  // ignore the range events that Bokeh sends on a reset
 const MAX_LEGEND = 24  // curves in a legend
+const LABEL = 14  // pixels of the height of a mark's label
 
 document.addEventListener("theme", () => {
   for (const chart of charts) chart.repaint()
@@ -193,11 +207,14 @@ export class Chart {
       ys: bands.map(band => [...band.high, ...band.low.toReversed()]),
       color: bands.map(band => resolved(band.color)),
     }
-    const markData = { y: marks.map(mark => mark.y), text: marks.map(mark => mark.text) }
+    const markData = {
+      y: marks.map(mark => mark.y), text: marks.map(mark => mark.text), offset: marks.map(() => -2)
+    }
     if (this.plot && this.scales === `${logx} ${logy}`) {
       this.lineSource.data = lineData
       this.bandSource.data = bandData
       this.markSource.data = markData
+      this.spreadLabels()
     } else if (!this.busy) {  // while a plot is being built, further draws are dropped
       this.busy = true
       try {
@@ -240,8 +257,9 @@ export class Chart {
     this.rule = make("HSpan", { y: { field: "y" }, line_dash: [5, 4], line_width: 1 })
     const rules = make("GlyphRenderer", { data_source: this.markSource, glyph: this.rule })
     this.labels = make("LabelSet", {
-      source: this.markSource, x: { value: 0 }, x_offset: -4, y: { field: "y" }, y_offset: -2,
-      text: { field: "text" }, text_font_size: "11px", text_baseline: "top", text_align: "right" })
+      source: this.markSource, x: { value: 0 }, x_offset: -4, y: { field: "y" },
+      y_offset: { field: "offset" }, text: { field: "text" }, text_font_size: "11px",
+      text_baseline: "top", text_align: "right" })
     const plot = this.frame(logx, logy, [lines, bands])
     plot.add_renderers(bands)
     plot.add_renderers(rules)
@@ -254,13 +272,30 @@ export class Chart {
     plot.toolbar.tools = [zoom, hover]
     plot.toolbar.active_drag = zoom
     plot.x_range.change.connect(() => this.labels.setv({ x: { value: plot.x_range.end } }))
+    plot.y_range.change.connect(() => this.spreadLabels())
     this.plot = plot
     this.paint()
     const page = new (bokeh.require("document").Document)()
     page.add_root(plot)
     this.manager = await bokeh.embed.add_document_standalone(page, this.place, [this.place])
     this.scales = `${logx} ${logy}`
+    this.spreadLabels()
     plot.on_event("rangesupdate", () => this.zoom(plot.x_range.start, plot.x_range.end))
+  }
+
+  /** Move the labels of marks apart, as far as the marks are in the shown range. */
+  spreadLabels() {
+    const { start, end } = this.plot.y_range, data = this.markSource.data
+    const scale = this.plot.y_scale.type === "LogScale" ? Math.log : Number
+    const size = this.view?.frame?.bbox.height
+    if (!(size > 0) || !data.y.length || !(end > start)) return
+    const pixels = size / (scale(end) - scale(start))
+    const heights = data.y.map(y => pixels * (scale(end) - scale(y)))
+    const inside = [...heights.keys()].filter(n => heights[n] >= 0 && heights[n] <= size)
+    const tops = spread(inside.map(n => heights[n]), LABEL)
+    const offset = data.y.map(() => -2)  // a positive offset is upwards
+    inside.forEach((n, i) => { offset[n] = heights[n] - tops[i] })
+    if (String(offset) !== String(data.offset)) this.markSource.data = { ...data, offset }
   }
 
   /** Return an empty plot with axes and grids. renderers: those whose data its ranges show. */
@@ -378,14 +413,14 @@ export class Chart {
       points: part.map(p => `${pixelX(p).toFixed(1)},${pixelY(p).toFixed(1)}`).join(" ") })
     const labels = [[2, 18, high.y], [2, 268, low.y], [50, 290, left.x], [540, 290, right.x]]
     const label = ([x, y, value]) => h("text", { x, y }, format(value))
-    const rule = mark => {
-      const y = pixelY(point(1, mark.y))
-      return y > 10 && y < 270 && [
-        h("path", { d: `M50 ${y}H590`, stroke: "var(--soft)", "stroke-dasharray": "5 4" }),
-        h("text", { x: 56, y: y - 3 }, mark.text)]
-    }
+    const shown = marks.map(({ y, text }) => ({ y: pixelY(point(1, y)), text }))
+      .filter(({ y }) => y > 10 && y < 270)
+    const tops = spread(shown.map(({ y }) => y), LABEL)
+    const rule = ({ y, text }, n) => [
+      h("path", { d: `M50 ${y}H590`, stroke: "var(--soft)", "stroke-dasharray": "5 4" }),
+      h("text", { x: 56, y: tops[n] + 10 }, text)]
     this.place.replaceChildren(h("svg", { viewBox: "0 0 600 300", preserveAspectRatio: "none" },
-      marks.map(rule), points.map(line), labels.map(label)))
+      shown.map(rule), points.map(line), labels.map(label)))
     notify(t("Plain lines; for charts with zoom: pip install bokeh"))
   }
 }

@@ -186,6 +186,14 @@ function compareValues(a, b, descending) {
   return descending ? -order : order
 }
 
+/** Return the title of a column: names of metrics and settings are the same in each language. */
+function titleOf(column) {
+  const [first, ...rest] = column.split(" ")
+  const words = { best: t("best"), last: t("last"), setting: t("setting") }
+  return t(column) === column && rest.length && words[first]
+    ? `${words[first]} ${rest.join(" ")}` : t(column)
+}
+
 /** Tell whether the window is wider than a telephone, where the controls of charts are folded. */
 export const isWide = () => innerWidth > 800
 
@@ -199,9 +207,22 @@ export async function show(main) {
   const isShown = run => !styleOf(run.name).hidden
   const marksOf = metric => yardsticks(metric, found.runs.filter(isShown))
   const charts = new Charts({ styleOf, marksOf, defaultMetrics: ["loss/val", "loss/train"] })
+  const opened = new Set(state.getJson("open", []))  // names of groups whose runs are shown
+  let groups = []  // groups of runs that differ in the seed alone, with all of their runs in order
   const body = card(), parallel = h("div"), note = h("div")
   const tools = h("details", { class: "card tools" })
-  const statusOf = run => status(run, jobs.find(job => job.out_dir === run.name))
+  /** Tell the state of a run; of a group that of its slowest training, or what all share. */
+  function statusOf(run) {
+    if (!run.runs) return status(run, jobs.find(job => job.out_dir === run.name))
+    const members = found.runs.filter(member => run.runs.includes(member.name))
+    const left = member => member.time_left?.left ?? 0
+    const training = members.filter(member => member.training).sort((a, b) => left(b) - left(a))
+    if (training.length) return statusOf(training[0])
+    const all = members.map(statusOf)
+    return all.every(([text]) => text === all[0][0]) ? all[0] : ["", "soft"]
+  }
+
+  /** Return the cells of a run or of a group of runs, { column: value }. */
   const values = run => ({ ...run.settings, ...run.results, run: run.name, tags: run.tags,
     status: statusOf(run)[0] })
   /** Return what the table is sorted by: the user's choice, or the metric from good to bad. */
@@ -219,35 +240,53 @@ export async function show(main) {
     }
   }
 
+  /** Return the group of runs that differ in the seed alone that a run belongs to, if any. */
+  const groupOf = run => groups.find(group => group.runs.includes(run.name))
+  const closedGroup = run => {
+    const group = groupOf(run)
+    return group && !opened.has(group.name) ? group : undefined
+  }
+
   /**
    * Sort and filter the runs, those of other programs last, and set the style of each: colour,
-   * dash, group, whether it is hidden.
+   * dash, group, whether it is hidden. The runs of a group follow each other. A closed group of
+   * runs that differ in the seed alone is drawn as one curve, unless the user groups by a setting.
    */
   function arrange() {
     const by = state.get("group"), pattern = filter(), { column, descending } = sorting()
     const matching = found.runs.filter(run =>
       pattern.test(run.name) || pattern.test(run.tags || ""))
-    const groups = [...new Set(matching.map(run => run.settings[by]))]
+    const names = new Set(matching.map(run => run.name))
+    groups = by ? [] : found.groups.filter(group => group.runs.every(name => names.has(name)))
+    const groupName = run => by ? `${by}=${run.settings[by]}` : closedGroup(run)?.name
+    const keyOf = run => groupName(run) ?? `run ${run.name}`
+    const keys = [...new Set(matching.map(keyOf))]
     styles.clear()
-    matching.forEach((run, n) => {
-      const value = run.settings[by], own = !by && run.color && { color: run.color, dash: "" }
+    for (const run of matching) {
+      const group = groupName(run), isAlone = group === undefined
+      const own = isAlone && run.color && { color: run.color, dash: "" }
       styles.set(run.name, {
-        hidden: hidden.has(run.name), group: by ? `${by}=${value}` : undefined,
-        ...own || curveStyle(by ? groups.indexOf(value) : n) })
-    })
+        hidden: hidden.has(run.name), group, ...own || curveStyle(keys.indexOf(keyOf(run))) })
+    }
+    const top = run => groupOf(run) ?? run  // its place in the table decides
     order = matching.sort((a, b) => a.foreign - b.foreign
+      || compareValues(values(top(a))[column], values(top(b))[column], descending)
+      || compareValues(top(a).name, top(b).name)
       || compareValues(values(a)[column], values(b)[column], descending))
   }
 
   /**
-   * Return the settings in which the shown runs differ. A run of another program need not have the
-   * same settings: it differs only from others that have them.
+   * Return the settings in which the shown rows differ. A run of another program need not have the
+   * same settings: it differs only from others that have them. A closed group has no settings in
+   * which its runs may differ, such as the seed.
    */
   function differing() {
     const shown = order.filter(isShown), compared = shown.length ? shown : order
     const count = (isForeign, name) => {
-      const all = compared.filter(run => run.foreign === isForeign).map(run => run.settings[name])
-      return new Set(isForeign ? all.filter(value => value !== null) : all).size
+      const rows = compared.filter(run => run.foreign === isForeign)
+      const all = rows.map(run => (closedGroup(run) ?? run).settings[name])
+      const isCounted = value => value !== undefined && !(isForeign && value === null)
+      return new Set(all.filter(isCounted)).size
     }
     return found.settings.filter(name => count(false, name) > 1 || count(true, name) > 1)
   }
@@ -285,7 +324,33 @@ export async function show(main) {
     const direction = descending ? "descending" : "ascending"
     const attributes = { "data-column": name, "aria-sort": isSorted ? direction : "none" }
     return h("th", { scope: "col", ...attributes },
-      h("button", { onclick: sort }, t(name), isSorted && (descending ? " ▾" : " ▴")))
+      h("button", { onclick: sort }, titleOf(name), isSorted && (descending ? " ▾" : " ▴")))
+  }
+
+  /** Make the row of a group: its means. update() fills it, as it does those of runs. */
+  function groupRow(group, columns) {
+    const { name, runs, n } = group, isOpen = opened.has(name)
+    const toggle = () => {
+      if (isOpen) opened.delete(name)
+      else opened.add(name)
+      state.set({ open: opened.size ? JSON.stringify([...opened]) : "" })
+      changed()
+    }
+    const isHidden = runs.every(run => hidden.has(run))
+    const box = h("input", {
+      type: "checkbox", checked: !isHidden, "aria-label": `${t("Show")} ${name}`,
+      style: `accent-color: ${isOpen ? "var(--accent)" : styleOf(runs[0]).color}`,
+      onchange: event => setHidden(runs, !event.target.checked) })
+    const opener = button(`${isOpen ? "▾" : "▸"} ${name}`, toggle, {
+      class: "plain", "aria-expanded": String(isOpen) })
+    const count = t("{n} runs").replace("{n}", runs.length)
+    const first = h("td", {}, h("span", { class: "row" }, box, opener,
+      h("span", { class: "soft" }, count)))
+    const title = `${t("mean ± standard deviation")}, n = ${n}`
+    const cell = column =>
+      h("td", { "data-column": column, title: column === found.sort && title })
+    const attributes = { class: isHidden ? "hidden" : "", "data-group": name }
+    return h("tr", attributes, first, columns.map(cell))
   }
 
   /** Make a row with empty cells; update() fills them. */
@@ -297,7 +362,8 @@ export async function show(main) {
     const name = h("a", { href: link("run", { run: run.name }) }, run.name)
     const first = h("td", {}, h("span", { class: "row" }, box, name,
       h("span", { class: "bad odd" })))
-    return h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, first,
+    const kind = `${hidden.has(run.name) ? "hidden" : ""} ${groupOf(run) ? "member" : ""}`.trim()
+    return h("tr", { class: kind, "data-run": run.name }, first,
       columns.map(column => h("td", { "data-column": column })))
   }
 
@@ -311,12 +377,17 @@ export async function show(main) {
     const others = found.columns.filter(name => name !== found.sort)
     const columns = [found.sort, "status", ...others, ...settings, ...tags]
     const { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
-    const rows = order.map(run => runRow(run, columns))
-    const first = order.findIndex(run => run.foreign)
-    if (first > 0) {
-      const title = h("th", { scope: "rowgroup", colspan: 1 + columns.length },
-        t("Runs of other programs"))
-      rows.splice(first, 0, h("tr", {}, title))
+    const rows = [], shownGroups = new Set()
+    for (const [n, run] of order.entries()) {
+      if (n > 0 && run.foreign && !order[n - 1].foreign) {
+        const title = h("th", { scope: "rowgroup", colspan: 1 + columns.length },
+          t("Runs of other programs"))
+        rows.push(h("tr", {}, title))
+      }
+      const group = groupOf(run)
+      if (group && !shownGroups.has(group)) rows.push(groupRow(group, columns))
+      if (group) shownGroups.add(group)
+      if (!closedGroup(run)) rows.push(runRow(run, columns))
     }
     body.replaceChildren(table(t("Runs"), ["run", ...columns].map(headCell), rows, "runs"))
     update()
@@ -328,16 +399,19 @@ export async function show(main) {
   /** Fill the cells in place, so that the table keeps its scroll position and focus. */
   function update() {
     const runs = new Map(found.runs.map(run => [run.name, run]))
-    for (const line of body.querySelectorAll("tr[data-run]")) {
-      const run = runs.get(line.dataset.run), now = values(run)
+    for (const line of body.querySelectorAll("tr[data-run], tr[data-group]")) {
+      const group = groups.find(each => each.name === line.dataset.group)
+      const run = group ?? runs.get(line.dataset.run), now = values(run)
+      const deviation = group && group.sd !== null ? ` ± ${format(group.sd)}` : ""
       for (const cell of line.querySelectorAll("[data-column]")) {
-        const text = format(now[cell.dataset.column])
+        const { column } = cell.dataset
+        const text = format(now[column]) + (column === found.sort ? deviation : "")
         if (cell.textContent !== text) cell.textContent = text
       }
       const [text, kind] = statusOf(run), cell = line.querySelector("[data-column=status]")
       cell.className = kind
       cell.title = text  // a long one is cut
-      line.querySelector(".odd").textContent = run.odd || ""
+      if (!group) line.querySelector(".odd").textContent = run.odd || ""
     }
   }
 
@@ -348,7 +422,7 @@ export async function show(main) {
       changed()
     }
     const search = h("input", {
-      type: "search", value: state.get("filter"), placeholder: "regex",
+      type: "search", value: state.get("filter"), placeholder: t("regular expression"),
       oninput: debounce(event => choose({ filter: event.target.value }), 200) })
     const saveShown = () => {
       const shown = names().filter(name => !hidden.has(name))
@@ -382,7 +456,11 @@ export async function show(main) {
   listen(event => {
     const run = event.run && found?.runs.find(other => other.name === event.run.name)
     if (run) {
+      const isGrouped = found.groups.some(group => group.runs.includes(run.name))
+      const isEvaluated = found.metric in (event.rows ?? {}) || run.training !== event.run.training
+      const isFirst = !run.rows  // from now on it may belong to a group
       Object.assign(run, event.run)
+      if (isFirst || isGrouped && isEvaluated) reload()  // the server computes the means
       updateLater()
     } else if (event.run || event.hello) reload()
     if (event.jobs) {
@@ -427,7 +505,7 @@ function coordinates(runs, settings, result, styleOf) {
   })
   const axis = ({ name, low, high, x }) => [
     h("path", { d: `M${x} 25V215`, stroke: "var(--line)" }),
-    h("text", { x, y: 12, "text-anchor": "middle" }, name),
+    h("text", { x, y: 12, "text-anchor": "middle" }, titleOf(name)),
     h("text", { x: x + 4, y: 34 }, format(high)), h("text", { x: x + 4, y: 212 }, format(low))]
   const line = run => h("polyline", {
     fill: "none", stroke: styleOf(run.name).color, "stroke-width": 1.5,

@@ -5,7 +5,7 @@ import {
 import { curveStyle } from "./charts.js"
 import { Charts, controls, isWide, yardsticks } from "./compare.js"
 import { button, card, h, row, select, soft, table } from "./dom.js"
-import { t } from "./words.js"
+import { fill, t } from "./words.js"
 
 const COLOR = "#435cd1"
 const DEFAULT_METRICS = ["loss/train", "bpb/val", "loss/val", "lr", "grad/norm",
@@ -28,15 +28,29 @@ export async function show(main) {
   const top = h("div", { class: "card" }), tables = h("div"), side = h("div")
   const job = () => jobs.find(other => other.out_dir === name)
 
-  /** Tell when a training ends, by its clock or by its steps. */
-  function leftWords() {
+  /** Tell when a training ends, by its clock or by its steps, or the clock that has ended it. */
+  function clockWords() {
+    const { ended_by } = run
+    if (["minutes", "max_minutes"].includes(ended_by) && run.config[ended_by] > 0) {
+      return ` · ${t("by the clock")}: ${ended_by} = ${run.config[ended_by]}`
+    }
     if (!run.training || !run.time_left) return ""
     const { left, clock } = run.time_left
     const end = new Date(Date.now() + 1000 * left)
     const hour = end.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })
     const limit = clock
-      ? `${t("by the clock")}: ${clock} = ${format(run.config[clock])}` : t("at this speed")
+      ? `${t("by the clock")}: ${clock} = ${run.config[clock]}` : t("at this speed")
     return ` · ${timeLeft(run)} (${limit}, ${t("until {time}").replace("{time}", hour)})`
+  }
+
+  /** Tell the step, and of how many where the steps and not a clock end the training. */
+  function stepWords() {
+    const { iter = 0 } = run.results, { minutes, max_minutes } = run.config, end = run.ended_by
+    const hasClock = minutes > 0 || max_minutes > 0
+    const hasEnded = end === "early_stop" || hasClock && end !== "max_iters"
+    const isOpen = run.training ? run.time_left?.clock : hasEnded
+    const all = isOpen || !run.max_iters ? "" : ` ${t("of")} ${format(run.max_iters)}`
+    return `${t("step")} ${format(iter)}${all}`
   }
 
   function drawTop() {
@@ -62,7 +76,7 @@ export async function show(main) {
       h("progress", {
         max: 1, value: run.time_left?.share ?? (isFinished(run) ? 1 : Math.min(1, iter / maxIters)),
         "aria-label": t("Progress") }),
-      soft(`${t("step")} ${format(iter)} ${t("of")} ${format(maxIters)}`, leftWords(), numbers),
+      soft(stepWords(), clockWords(), numbers),
       run.odd ? h("p", { class: "bad" }, run.odd) : "")
   }
 
@@ -83,8 +97,7 @@ export async function show(main) {
       drawTables()
     }
     const draw = ([kind, [title, ...heads]]) => {
-      const cell = value => h("td", { class: typeof value === "number" && "number" }, format(value))
-      const rows = (line[kind] || []).map(cells => [cells].flat().map(cell))
+      const rows = (line[kind] || []).map(cells => [cells].flat().map(textCell))
       return card(t(title), select(t("step"), steps, line.iter, choose),
         table(t(title), heads.map(t), rows))
     }
@@ -95,12 +108,14 @@ export async function show(main) {
   /** Draw the column beside the curves. */
   function drawSide() {
     /** Fold the alerts of a kind into one line. */
-    const alerts = run.alerts.map(([title, count, texts]) => h("details", { class: "bad" },
-      h("summary", {}, count > 1 ? `${title} × ${format(count)}` : title),
-      h("ul", {}, texts.map(text => h("li", {}, text)))))
+    const alerts = run.alerts.map(([title, count, texts]) => {
+      const words = fill(title, texts[0][1])
+      return h("details", { class: "bad" },
+        h("summary", {}, count > 1 ? `${words} × ${format(count)}` : words),
+        h("ul", {}, texts.map(([text, values]) => h("li", {}, fill(text, values)))))
+    })
     const checkpoints = run.checkpoints.join(", ") || t("none")
-    const judged = run.normal.map(([text, values]) =>
-      t(text).replace(/\{(\w+)\}/g, (_, name) => values[name]))
+    const judged = run.normal.map(([text, values]) => fill(text, values))
     const settings = Object.entries(run.config).map(([knob, value]) =>
       [knob, typeof value === "object" ? JSON.stringify(value).slice(0, 300) : String(value)])
     side.replaceChildren(
@@ -108,7 +123,7 @@ export async function show(main) {
       card(t("Files"), files(), soft(`${t("Checkpoints")}: ${checkpoints}`)),
       card(t("Alerts"), alerts.length ? alerts : soft(t("none"))),
       job() ? card(t("Console"), output(job().id)) : "",
-      run.evaluation.columns ? card(t("Evaluation"), evaluation(run.evaluation)) : "",
+      run.evaluations.length ? card(t("Evaluation"), run.evaluations.map(evaluation)) : "",
       card(t("Notes"), notes()),
       card(t("Settings"), table(t("Settings"), [], settings, "left names")))
   }
@@ -182,11 +197,18 @@ export async function show(main) {
 /** Quote a text for a shell. */
 const quote = text => `'${text.replaceAll("'", "'\\''")}'`
 
+/** Make a cell of a table of texts and numbers. */
+function textCell(value) {
+  const kind = typeof value === "number" ? "number" : String(value).length > 24 && "long"
+  return h("td", { class: kind }, format(value))
+}
+
 /**
- * Show the results of evaluate.py: accuracy, wrong answers, and the confusion matrix of labelled
- * prompts (rows: expected) or the results of each kind of question (groups).
+ * Show a result of evaluate.py: accuracy, wrong answers, and the confusion matrix of labelled
+ * prompts (rows: expected) with the scores of each class, or a table of other figures (groups).
  */
-function evaluation({ data, accuracy, names, matrix, groups, columns, rows }) {
+function evaluation(found) {
+  const { data, accuracy, names, matrix, groups, columns, rows, scores, score_columns } = found
   const max = Math.max(1, ...matrix.flat())
   /** Make a cell whose background grows stronger with the count. color: a CSS variable. */
   const cell = (count, color) => {
@@ -197,10 +219,15 @@ function evaluation({ data, accuracy, names, matrix, groups, columns, rows }) {
   const counts = matrix.map((line, i) => [
     h("th", { scope: "row" }, names[i]),
     ...line.map((count, j) => cell(count, i === j ? "good" : "bad"))])
-  const answers = rows.map(cells => cells.slice(1).map(format))
-  const isMatrix = matrix.length > 0
-  return [h("p", {}, `${data}: ${t("accuracy")} ${format(accuracy)}`),
+  const answers = rows.map(cells => cells.slice(1).map(textCell))
+  const isMatrix = matrix.length > 0, lines = list => list.map(cells => cells.map(format))
+  const f1 = found.macro_average?.f1
+  const figures = [accuracy !== undefined && `${t("accuracy")} ${format(accuracy)}`,
+    f1 !== undefined && `F1 ${format(f1)}`].filter(Boolean).join(", ")
+  return [h("p", {}, figures ? `${data}: ${figures}` : data),
+    scores.length > 0 && table(t("Scores"), score_columns.map(t), lines(scores), ""),
     isMatrix && table(t("Evaluation"), [t("expected"), ...names], counts, ""),
-    !isMatrix && table(t("Evaluation"), names, groups.map(cells => cells.map(format)), ""),
-    rows.length > 0 && table(t("Wrong answers"), columns.slice(1), answers)]
+    !isMatrix && table(t("Evaluation"), names.map(t), lines(groups), ""),
+    rows.length > 0 && h("details", {}, h("summary", {}, `${t("Wrong answers")}: ${rows.length}`),
+      table(t("Wrong answers"), columns.slice(1).map(t), answers))]
 }

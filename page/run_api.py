@@ -53,6 +53,11 @@ def cell(value):
     return clean(value) if is_number else compare.text(value)
 
 
+def numbers_of(results):
+    """Return those of {column: value} that the table or a chart may show."""
+    return {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
+
+
 def tables(run):
     """Return [{"iter": number, table: its rows}] of the latest rows of a log that have tables."""
     found = []
@@ -68,14 +73,16 @@ def tables(run):
 def alerts(names, columns):
     """
     Return the alerts of a run whose columns have these names: [title, number of alerts, the latest
-    texts] of each kind.
+    [text, {name: value in title and text}]] of each kind.
     """
     found, detector = {}, AnomalyDetector()
     for values in zip(*(column.tolist() for column in columns)):
         row = {name: value for name, value in zip(names, values) if not math.isnan(value)}
-        for title, text in detector.sudden_changes(row):
-            found.setdefault(title, []).append(text)
-    return [[title, len(texts), texts[-MAX_ALERTS:]] for title, texts in found.items()]
+        for alert in detector.alerts(row):
+            # "loss/val jumps" and "loss/train jumps" are two kinds.
+            kind = found.setdefault(alert.words()[0], [alert.title, []])
+            kind[1].append([alert.text, alert.values])
+    return [[title, len(latest), latest[-MAX_ALERTS:]] for title, latest in found.values()]
 
 
 def ended_by(run):
@@ -146,22 +153,33 @@ def normal(run):
     return [list(part) for part in yardsticks.parts_of_answer(loss, found, row, meta)]
 
 
-def evaluation(folder):
+def evaluations(folder):
     """
-    Return the results of evaluate.py in a run's folder, or {} if there are none or their types are
-    wrong: anyone may have written the file.
+    Return the results of evaluate.py in a run's folder, without those whose types are wrong: anyone
+    may have written the file. An earlier version kept one result, without the name of its kind.
     """
-    lists = "names", "columns", "rows", "matrix", "groups"
-    found = {name: [] for name in lists} | clean(json_of(folder / "evaluation.json"))
+    found = json_of(folder / "evaluation.json")
+    results = [found] if "accuracy" in found else list(found.values())
+    return [result for each in results if (result := evaluation(each))]
+
+
+def evaluation(found):
+    """Return one result of evaluate.py, {} if its types are wrong."""
+    if not isinstance(found, dict):
+        return {}
+    lists = "names", "columns", "rows", "matrix", "groups", "scores", "score_columns"
+    found = {name: [] for name in lists} | clean(found)
     if not all(isinstance(found[name], list) for name in lists):
         return {}
     if not (found["matrix"] or found["groups"]):
         return {}
-    if not all(isinstance(row, list) for row in found["rows"] + found["matrix"] + found["groups"]):
+    rows = [*found["rows"], *found["matrix"], *found["groups"], *found["scores"]]
+    if not all(isinstance(row, list) for row in rows):
         return {}
     if not all(isinstance(n, (int, float)) for row in found["matrix"] for n in row):
         return {}
-    return found | {name: [str(word) for word in found[name]] for name in ("names", "columns")}
+    texts = "names", "columns", "score_columns"
+    return found | {name: [str(word) for word in found[name]] for name in texts}
 
 
 class RunApi:
@@ -188,21 +206,40 @@ class RunApi:
         with these names.
         """
         results = self.runs.attempt(run, Run.results, {}) if run.count else {}
-        numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
         training = self.runs.trainers.get(run.name) is not None
-        return {"name": run.name, "rows": run.count, "results": numbers, "training": training,
-                "max_iters": clean(run.config.get("max_iters")),
+        return {"name": run.name, "rows": run.count, "results": numbers_of(results),
+                "training": training, "max_iters": clean(run.config.get("max_iters")),
                 "foreign": run.is_foreign,
                 "ended_by": "" if training else ended_by(run),
                 "time_left": self.runs.attempt(run, time_left, None) if training else None,
                 "odd": self.runs.errors.get(run.name, run.problem)}
 
+    def groups(self, read, settings, metric):
+        """
+        Return an entry for each group of runs that differ in the seed alone: {"name", "runs": their
+        names, "n", "mean", "sd": of `metric` as compare.py computes them, "results": means,
+        "settings": without those in which the runs of a group may differ}. read: the runs that have
+        rows; settings: names of those to show.
+        """
+        found = []
+        sound = [run for run in read if self.runs.attempt(run, compare.group_key, None)]
+        for group in compare.groups_of(sound):
+            if len(group.runs) > 1:
+                ignored = compare.incidental(group.runs)
+                cells = {compare.column_of(name): cell(group.setting(name)) for name in settings
+                         if name not in ignored}
+                found.append({"name": group.name, "runs": [run.name for run in group.runs],
+                              "results": numbers_of(group.results()),
+                              "settings": cells} | group.summary(metric))
+        return clean(found)
+
     def table(self, request):
         """
-        Return {"runs": their entries, "settings": those in which the runs differ, "metrics": all
-        names, "columns": of the results, "more": whether logs have rows that were not read yet,
-        "metric": what the runs compare by, "sort": the column of it, "descending": whether large
-        values of it are good, "vocabularies_differ": whether losses per token do not compare}.
+        Return {"runs": their entries, "groups": entries of groups of them, "settings": those in
+        which the runs differ, "metrics": all names, "columns": of the results, "more": whether logs
+        have rows that were not read yet, "metric": what the runs compare by, "sort": the column of
+        it, "descending": whether large values of it are good, "vocabularies_differ": whether losses
+        per token do not compare}.
         """
         self.runs.refresh()
         with self.runs.lock:
@@ -224,6 +261,7 @@ class RunApi:
             return {"more": bool(self.runs.unread),
                     "settings": [compare.column_of(name) for name in settings],
                     "metrics": list(dict.fromkeys(names)), "runs": entries, "columns": columns,
+                    "groups": self.groups(read, settings, metric),
                     "metric": metric, "sort": sort,
                     "descending": compare.is_small_good(metric) is False,
                     "vocabularies_differ": compare.vocabularies_differ(read)}
@@ -371,7 +409,7 @@ class RunApi:
             "config": clean(run.config), "tables": clean(tables(run)),
             "alerts": alerts(watched, columns), "files": files, "checkpoints": sorted(steps),
             "normal": self.runs.attempt(run, normal, []),
-            "evaluation": evaluation(run.folder),
+            "evaluations": evaluations(run.folder),
             "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
 
     def note(self, request):

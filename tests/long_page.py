@@ -88,7 +88,9 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     until(lambda: "iter" in browser.find_element("css selector", ".job:last-child pre").text)
     picture(browser, "start")
     click(browser, "Runs", "nav a")
-    until(lambda: text(browser).count("● training") == 2)
+    until(lambda: text(browser).count("● training") == 1)  # they differ in the seed alone
+    click(browser, "▸ ", "td button")
+    until(lambda: text(browser).count("● training") == 3)
     click(browser, "out/one", "td a")
     until(lambda: "loss/val" in text(browser) and "● training" in text(browser) and "Samples" in text(browser))
     check_page(browser)
@@ -108,6 +110,7 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     click(browser, "Save as one HTML file")
     saved = until(lambda: (tmp_path / "runs.html").exists() and (tmp_path / "runs.html").read_text())
     assert "out/sweep/2" in saved and "<svg" in saved
+    click(browser, "▸ ", "td button")
     click(browser, "out/two", "td a")
     until(lambda: "● training" in text(browser))
     click(browser, "Stop")

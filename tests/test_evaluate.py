@@ -176,7 +176,7 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     matrix = json.loads(next((tmp_path / "wandb").rglob("confusion_matrix_table_*.table.json")).read_text())
     counts = {(a, b): n for a, b, n in matrix["data"]}
     assert sum(counts.values()) == 30 and counts["go", "go"] >= 9
-    kept = json.loads((tmp_path / "tuned/evaluation.json").read_text())  # for the page
+    kept = json.loads((tmp_path / "tuned/evaluation.json").read_text())["data"]  # for the page
     assert kept["accuracy"] == row["accuracy"] and kept["names"] == ["go", "stop", "wait"]
     assert kept["matrix"] == [[counts[a, b] for b in kept["names"]] for a in kept["names"]]
     assert kept["macro_average"]["f1"] == row["f1"] and kept["scores"][0] == ["go", *(row[f"{m}/go"] for m in kept["macro_average"]), 10]
@@ -219,7 +219,7 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
     assert evaluate.choose(model, Bytes(), [question[:2] for question in questions]) == expected
     (tmp_path / "task.jsonl").write_text("".join(json.dumps({"context": c, "choices": o, "answer": a}) + "\n" for c, o, a in questions))
     monkeypatch.setattr(evaluate, "harness", str(tmp_path / "task.jsonl"))
-    evaluate.evaluate_choices(model, Bytes(), "cpu")
+    evaluate.evaluate_choices(model, Bytes(), "cpu", tmp_path)
     right = [sum(found[n] == a for found, (*_, a) in zip(expected, questions)) / 3 for n in (0, 1)]
     for p, line in zip(right, capsys.readouterr().out.splitlines(), strict=True):
         error = math.sqrt(p * (1 - p) / 2)
@@ -277,7 +277,7 @@ def test_a_byte_order_mark_is_no_text(model, tmp_path, capsys, run_bin):
     (tmp_path / "marked.txt").write_text("one day in the forest", encoding="utf-8-sig")
     told = []
     for name in "plain.txt", "marked.txt":
-        evaluate.print_perplexity(model, Bytes(), tmp_path / name, torch.device("cpu"))
+        evaluate.evaluate_perplexity(model, Bytes(), tmp_path / name, torch.device("cpu"), tmp_path)
         done = subprocess.run([run_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / name], capture_output=True, text=True, check=True)
         prompt = subprocess.run([run_bin, tmp_path / "m.gguf", "-f", tmp_path / name, "--tokenize"], capture_output=True, text=True, check=True)
         told.append((capsys.readouterr().out, done.stdout, prompt.stdout))
@@ -296,7 +296,7 @@ def test_bytes_that_are_no_character_count_as_in_run(model, tmp_path, capsys, ru
     export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
     for data in CUT:
         (tmp_path / "text").write_bytes(data)
-        evaluate.print_perplexity(model, Bytes(), tmp_path / "text", torch.device("cpu"))
+        evaluate.evaluate_perplexity(model, Bytes(), tmp_path / "text", torch.device("cpu"), tmp_path)
         ours, theirs = (re.findall(r"[0-9.]+", said) for said in (capsys.readouterr().out, run("--perplexity", tmp_path / "text")))
         assert list(map(float, theirs)) == pytest.approx(list(map(float, ours)), rel=1e-4), data
         assert Bytes().encode(os.fsdecode(data)) == [int(i) for i in run("--tokenize", "-i", data).split()], data
@@ -412,9 +412,21 @@ def test_a_model_trained_on_conversations_answers_and_the_result_is_in_wandb_and
     history = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*")))
     row = next(r["history"]["item"] for r in history if r["type"] == "history")
     assert row["accuracy"] > 0.9 and row["accuracy/red"] > 0.9
-    shown = run_api.evaluation(tmp_path / "tuned")
+    shown, = run_api.evaluations(tmp_path / "tuned")
     assert shown["accuracy"] == row["accuracy"] and [group[1] for group in shown["groups"]] == ["red", "green", "blue"]
     assert shown["names"] == evaluate.GROUP_COLUMNS and shown["matrix"] == []
+
+
+def test_each_kind_of_result_is_kept_for_the_page(tmp_path, monkeypatch):
+    """Not that of an earlier version, or a damaged file."""
+    monkeypatch.setattr(evaluate.run_folder, "is_run", lambda folder: True)
+    path = tmp_path / "evaluation.json"
+    for before in '{"accuracy": 0.5, "groups": [[1]]}', "{", "[]":
+        path.write_text(before)
+        assert len(run_api.evaluations(tmp_path)) == ("groups" in before)
+        for kind, accuracy in ("pairs", 0.1), ("harness", 0.2), ("pairs", 0.3):
+            evaluate.save_for_page(kind, {"data": "x", "accuracy": accuracy, "names": ["a"], "groups": [[1]]}, tmp_path)
+        assert [found["accuracy"] for found in run_api.evaluations(tmp_path)] == [0.3, 0.2]
 
 
 def test_a_picture_that_is_not_ours_is_kept(tmp_path, monkeypatch, capsys):

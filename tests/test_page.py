@@ -29,6 +29,7 @@ from selenium.common.exceptions import WebDriverException
 import compare
 from configurator import fail, source_knobs
 from engine.text import yardsticks
+from engine.tracking import anomalies
 from engine.tracking import runs as logs
 from page import command, jobs, locks, programs, run_api, runs, server, state, system
 from page.programs import OneAtATime
@@ -371,6 +372,21 @@ def test_different_vocabularies_compare_by_bits_per_byte(tmp_path):
     assert run_api.RunApi(runs.Runs(tmp_path / "none")).table(None)["runs"] == []
 
 
+def test_runs_that_differ_in_the_seed_alone_are_a_group(tmp_path):
+    """As compare.py groups them, with the same figures; the runs stay in the table."""
+    for n in range(5):
+        write_run(tmp_path / f"out/{'ab'[n > 2]}-seed{n}", n, vocab_source="byte", learning_rate=0.1 * (n > 2), max_iters=600)
+    found = run_api.RunApi(runs.Runs(tmp_path / "out")).table(None)
+    done = subprocess.run([sys.executable, str(ROOT / "compare.py"), "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    theirs = json.loads(done.stdout)["groups"]
+    assert [group["n"] for group in theirs] == [3, 2] and len(found["runs"]) == 5 and found["metric"] == "loss/val"
+    for mine, its in zip(found["groups"], theirs):
+        assert [mine[name] for name in ("n", "mean", "sd", "best")] == [its[name] for name in ("n", "mean", "sd", "best")]
+        assert [Path(name).name for name in mine["runs"]] == [Path(run["run"]).name for run in its["runs"]] and mine["name"].endswith(its["group"])
+        assert mine["results"]["best loss/val"] == pytest.approx(its["mean"]) and mine["settings"] == {"learning_rate": its["settings"]["learning_rate"]}
+    assert found["settings"] == ["seed", "learning_rate"]
+
+
 def test_the_time_left_is_that_of_the_clock_or_of_the_steps(tmp_path, monkeypatch):
     """The session began at 1000 s, and took a step a second from 1010 on."""
     monkeypatch.setattr(run_api, "time", SimpleNamespace(time=lambda: 1030.0))
@@ -412,7 +428,8 @@ def test_alerts_of_a_kind_are_counted_together(monkeypatch):
     monkeypatch.setattr(run_api, "MAX_ALERTS", 2)
     losses = np.array([1.0] * 12 + [50.0] + [1.0] * 60 + [60.0] + [1.0] * 60 + [70.0, math.inf])
     jumps, infinite = run_api.alerts(["iter", "loss/val"], [np.arange(len(losses)), losses])
-    assert jumps[:2] == ["loss/val jumps", 3] and [text.split()[0] for text in jumps[2]] == ["60", "70"] and infinite[:2] == ["loss/val is inf", 1]
+    assert jumps[:2] == ["{name} jumps", 3] and [values["value"] for _, values in jumps[2]] == ["60", "70"]
+    assert infinite == ["{name} is {value}", 1, [["at iter {iter}", {"name": "loss/val", "value": "inf", "iter": "135"}]]]
 
 
 def test_data_that_does_not_exist_is_refused_before_it_is_queued(filled):
@@ -719,14 +736,18 @@ def test_a_job_that_runs_but_is_stored_as_queued_is_not_started_again(tmp_path):
 
 def test_every_text_and_every_knob_has_a_chinese_translation():
     found, knobs = json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8")), source_knobs(ROOT / "train.py")
-    sentences = {*yardsticks.SENTENCES.values(), yardsticks.GAP, yardsticks.LONGER}
+    sentences = {*yardsticks.SENTENCES.values(), yardsticks.GAP, yardsticks.LONGER, *anomalies.NOT_FINITE, *anomalies.SLOW, *anomalies.JUMP}
     assert list(found["knobs"]) == list(knobs)
     assert all(text and text != knobs[name][2] for name, text in found["knobs"].items())
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "page").glob("*.js"))
     sections, states = {section for _, section, _ in knobs.values()}, {"queued", "running", "stopped", "failed", "ended"}
-    assert set(re.findall(r'\bt\("([^"]+)"\)', source)) | sections | states | sentences <= found["words"].keys()
-    assert all(f'"{word}"' in source or re.search(rf"\b{word}: ", source) or word in sections | states | sentences
-               for word in found["words"])
+    columns = {word for line in re.findall(r"(?m)^\w*COLUMNS = (.+)", (ROOT / "evaluate.py").read_text()) for word in re.findall('"(.+?)"', line)}
+    columns |= {name for name in compare.RESULTS if "/" not in name}  # names of metrics stay
+    named = sections | states | sentences | columns
+    assert set(re.findall(r'\bt\("([^"]+)"\)', source)) | named <= found["words"].keys()
+    tables = re.search(r"const TABLES = {(.+?)\n}", source, re.S)[1]
+    assert set(re.findall('"(.+?)"', tables)) <= found["words"].keys()
+    assert all(f'"{word}"' in source or re.search(rf"\b{word}: ", source) or word in named for word in found["words"])
     for sentence in sentences:  # the same values in both languages
         assert sorted(re.findall(r"{\w+}", sentence)) == sorted(re.findall(r"{\w+}", found["words"][sentence]))
 
@@ -809,6 +830,49 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     check_page(browser)
 
 
+def test_a_group_opens_to_its_runs_in_a_browser(filled, browser):
+    """Two seeds are one row and one curve. A run that its minutes have ended, its alerts and evaluations, in Chinese."""
+    for n in 1, 2:
+        write_run(filled.folder / f"out/g-seed{n}", n, vocab_source="byte", learning_rate=0.1, max_iters=9160, minutes=0.3)
+    folder = filled.folder / "out/g-seed1"
+    (folder / "result.json").write_text('{"iter": 600, "ended_by": "minutes"}')
+    (filled.folder / "out/g-seed2/result.json").write_text('{"iter": 590, "ended_by": "minutes"}')
+    add_row(folder, {"iter": 600, "tokens": 60000, "loss/train": 50.0, "time": 1e9 + 60, "yardstick/xz": 2.0})
+    result = {"data": "t.jsonl", "accuracy": 0.75, "names": ["go", "stop"], "matrix": [[3, 1], [0, 0]], "score_columns": ["Class", "F1"],
+              "scores": [["go", 0.857], ["stop", None]], "macro_average": {"f1": 0.4286}, "columns": ["Successful", "Expected"], "rows": [[False, "go"]]}
+    (folder / "evaluation.json").write_text(json.dumps({"data": result, "pairs": {"data": "stories", "accuracy": 0.5, "names": ["Kind"], "groups": [["order"]]}}))
+    browser.get(filled.url)
+    script(browser, "location.hash = '#runs?filter=g-seed'")
+    rows = "return [...document.querySelectorAll('tbody tr')].map(r => r.textContent)"
+    group, = until(lambda: len(script(browser, rows)) == 1 and script(browser, rows))
+    found, = (one for one in filled.get("/api/runs")["groups"] if "g" in one["name"])
+    assert f"out/g2 runs{found['mean']:.4f} ± {found['sd']:.4f}finished: time budget used up" in group
+    until(lambda: script(browser, LINES)[0]["name"] == ["out/g (2)"])
+    check_page(browser)
+    browser.find_element("css selector", "tr[data-group] button").click()
+    until(lambda: script(browser, ROWS) == ["g-seed1", "g-seed2"] and script(browser, LINES)[0]["name"] == ["out/g-seed1", "out/g-seed2"])
+    link = browser.current_url  # it keeps what is open
+    browser.get("about:blank")
+    browser.get(link)
+    until(lambda: script(browser, ROWS) == ["g-seed1", "g-seed2"])
+    spread = "import('/charts.js').then(({ spread }) => arguments[0]([spread([10, 12, 60, 61], 14), spread([], 14)]))"
+    assert browser.execute_async_script(spread) == [[12, 26, 62, 76], []]
+    script(browser, "location.hash = '#run?run=out/g-seed1'")
+    text = lambda: browser.find_element("id", "main").text
+    until(lambda: "step 600 · by the clock: minutes = 0.3" in text())
+    assert "9,160" not in text().split("Settings")[0] and "F1 0.4286" in text() and "Wrong answers: 1" in text() and "stories: accuracy 0.5000" in text()
+    script(browser, "document.getElementById('language').click()")
+    until(lambda: "loss/train 突然升高" in text() and "准确率 0.7500, F1 0.4286" in text() and "种类" in text())
+    assert script(browser, "return document.querySelector('details.bad li').textContent").startswith("第 600 步为 50，比平常的 ")
+    script(browser, "location.hash = '#runs?filter=g-seed'")
+    until(lambda: "2 次训练" in text() and "最好 loss/val" in text())
+    assert script(browser, "return document.querySelector('input[type=search]').placeholder") == "正则表达式"
+    script(browser, "document.getElementById('language').click()")
+    script(browser, "localStorage.clear()")
+    for n in 1, 2:
+        shutil.rmtree(filled.folder / f"out/g-seed{n}")
+
+
 ROWS = "return [...document.querySelectorAll('tbody tr[data-run]')].map(r => r.dataset.run.slice(4))"
 HEADS = "return [...document.querySelectorAll('thead button')].map(b => b.textContent.split(' ▴')[0])"
 PLOTS = """const lines = p => p.renderers.map(r => r.data_source.data).find(d => d.dash)
@@ -838,6 +902,8 @@ def test_a_comparison_is_readable_in_a_browser(tmp_path, browser, request):
     bits, loss = until(lambda: [len(line["name"]) for line in script(browser, LINES)] == [6, 8] and script(browser, LINES))
     assert len(bits["name"]) == 6 and len(loss["name"]) == 8 and set(loss["dash"]) == {"solid", "7 3"}
     legends = "return [...document.querySelectorAll('.legend')].map(l => l.querySelectorAll('span').length)"
+    offsets = PLOTS + " return plots.map(p => p.renderers.map(r => r.data_source.data.offset).find(t => t))"
+    assert until(lambda: script(browser, offsets))[0] == [-2] * len(script(browser, MARKS)[0])  # far apart
     assert script(browser, legends) == [6, 8] and script(browser, MARKS)[0] == ["token frequencies 4.00", "gzip 2.01, xz 2.00"]
     check_page(browser)
     script(browser, PLOTS + "for (const p of plots) { p.x_range.have_updated_interactively = true; p.x_range.setv({start: 1e4, end: 2e4}) }")  # as a zoom does

@@ -288,6 +288,6 @@ def test_the_built_in_pairs_in_training_in_wandb_and_on_the_page(tmp_path):
     history = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*")))
     row = next(r["history"]["item"] for r in history if r["type"] == "history")
     assert row["accuracy/order"] > 0.9 and set(row) > {"accuracy", "accuracy/agreement", "accuracy/reference"}
-    shown = run_api.evaluation(tmp_path / "made")
+    shown, = run_api.evaluations(tmp_path / "made")
     assert shown["accuracy"] == row["accuracy"] and [group[0] for group in shown["groups"]] == list(pairs.KINDS)
     assert shown["names"] == evaluate.KIND_COLUMNS and shown["columns"] == evaluate.PAIR_COLUMNS

@@ -188,7 +188,7 @@ def test_perplexity(shape, file, exported, vocabularies, tmp_path, capsys):
     model, _, run = exported(shape, file)
     capsys.readouterr()
     (tmp_path / "text").write_text(write_text(3, 120), encoding="utf-8")
-    evaluate.print_perplexity(model, vocabularies[shape], tmp_path / "text", "cpu")
+    evaluate.evaluate_perplexity(model, vocabularies[shape], tmp_path / "text", "cpu", tmp_path)
     theirs, ours = capsys.readouterr().out, run("--perplexity", tmp_path / "text").decode()
     pattern = r"perplexity ([0-9.]+) \((\d+) tokens, ([0-9.]+) nats per token, ([0-9.]+) bits per byte\)\n"
     (p, n, *rest), (p2, n2, *rest2) = re.fullmatch(pattern, theirs).groups(), re.fullmatch(pattern, ours).groups()

@@ -1,6 +1,6 @@
 """
-Choose the prompt for the samples of a training: the beginning of a line of its validation text, or a
-question of its validation conversations.
+Choose the prompt for the samples of a training: the beginning of a line of its validation text, or
+a question of its validation conversations.
 """
 import collections
 import re

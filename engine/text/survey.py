@@ -126,7 +126,8 @@ def piece_tables(pieces, counts):
     total = max(1, counts.sum())
 
     def table_of(ids):
-        rows = [[visible(spell(pieces[i])), int(counts[i]), f"{counts[i] / total:.2%}"] for i in ids]
+        rows = [[visible(spell(pieces[i])), int(counts[i]), f"{counts[i] / total:.2%}"]
+                for i in ids]
         return [["piece", "times", "share"], *rows]
 
     use = [["times", "pieces"]]

@@ -108,9 +108,9 @@ def judge(loss, found):
 
 def gap(row, meta):
     """
-    Return by how many percent the validation loss is above the training loss if that is far, because
-    the model learns the text by heart, otherwise 0. row: {metric: value} of the last evaluation;
-    meta: of the prepared text. Of conversations only answers count, which are few: 0.
+    Return by how many percent the validation loss is above the training loss if that is far,
+    because the model learns the text by heart, otherwise 0. row: {metric: value} of the last
+    evaluation; meta: of the prepared text. Of conversations only answers count, which are few: 0.
     """
     losses = row.get("loss/val"), row.get("loss/train_eval")
     if "chat_template" in meta or None in losses or row.get("epoch", 0) < MIN_EPOCHS:

@@ -7,6 +7,7 @@ running mean of all steps that is saved in checkpoints.
 import math
 import statistics
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 from engine.streams import console_notes
 
@@ -28,6 +29,23 @@ RANGES = {
         0.0, 1.0, "a step leaves the layer unchanged, or changes it by more than its own norm; "
                   "check the learning_rate"),
 }
+
+# (title, text) of the alerts, with {name} in the place of each value, so that the page can
+# translate them.
+NOT_FINITE = "{name} is {value}", "at iter {iter}"
+SLOW = "the speed has collapsed", "{value} tokens/s at iter {iter}, usual {usual}"
+JUMP = "{name} jumps", "{value} at iter {iter}, {deviations} deviations above the usual {usual}"
+
+
+class Alert(NamedTuple):
+    """A warning: one of the pairs above, and its values as text, {name: text}."""
+    title: str
+    text: str
+    values: dict
+
+    def words(self):
+        """Return (title, text) with their values."""
+        return self.title.format(**self.values), self.text.format(**self.values)
 
 
 class AnomalyDetector:
@@ -66,9 +84,13 @@ class AnomalyDetector:
         return notes
 
     def sudden_changes(self, row):
+        """Return [(title, text)] of the alerts for a row."""
+        return [alert.words() for alert in self.alerts(row)]
+
+    def alerts(self, row):
         """
-        Return [(title, text)]: a loss or gradient norm that is not finite or far above the last
-        ones, and a speed below a third of the usual.
+        Return [Alert]: a loss or gradient norm that is not finite or far above the last ones, and a
+        speed below a third of the usual.
         """
         alerts = []
         for name in self.WATCHED:
@@ -76,7 +98,9 @@ class AnomalyDetector:
             if value is None:
                 continue
             if not math.isfinite(value):
-                alerts.append((f"{name} is {value}", f"at iter {row['iter']}"))
+                iteration = f"{row['iter']:.0f}"
+                values = {"name": name, "value": str(value), "iter": iteration}
+                alerts.append(Alert(*NOT_FINITE, values))
                 continue
             if len(past) >= self.MIN_ROWS:
                 alerts += self.compare(name, value, past, row["iter"])
@@ -84,17 +108,18 @@ class AnomalyDetector:
         return alerts
 
     def compare(self, name, value, past, iteration):
-        """Return [(title, text)] if a value is far from the past ones of its metric."""
+        """Return [Alert] if a value is far from the past ones of its metric."""
+        values = {"name": name, "iter": f"{iteration:.0f}"}
         if name == "perf/tokens_per_sec":
             usual = statistics.median(past)
             if value < usual / 3:
-                text = f"{value:,.0f} tokens/s at iter {iteration}, usual {usual:,.0f}"
-                return [("the speed has collapsed", text)]
+                values |= {"value": f"{value:,.0f}", "usual": f"{usual:,.0f}"}
+                return [Alert(*SLOW, values)]
             return []
         mean = statistics.fmean(past)
         deviations = (value - mean) / (statistics.pstdev(past) + 0.02 * abs(mean) + 1e-12)
         if deviations > self.MAX_DEVIATIONS:
-            text = (f"{value:.4g} at iter {iteration}, {deviations:.0f} deviations above the usual "
-                    f"{mean:.4g}")
-            return [(f"{name} jumps", text)]
+            values |= {"value": f"{value:.4g}", "usual": f"{mean:.4g}",
+                       "deviations": f"{deviations:.0f}"}
+            return [Alert(*JUMP, values)]
         return []
