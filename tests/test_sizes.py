@@ -364,6 +364,8 @@ def test_the_limit_that_is_told():
     assert "by the time (40 % of it was read): --minutes=20" in told({})
     assert "the model has memorized (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
+    losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # known by heart
+    assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses) and "by the time" in told({}, **losses)
     assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})
     assert "a larger --dim (now 96)" in told({}, tokens=10 ** 9)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from configurator import STARTED, Config, configure, fail, source_knobs
 from engine.formats.chat_template import FIRST
+from engine.text import yardsticks
 from engine.text.prepare import (bytes_per_character, is_prepared, read_meta, text_bytes,
                                  usual_pieces)
 from engine.training import distill, distributed, hardware, lora, resume
@@ -492,6 +493,8 @@ def limiting_factor(config, state, row, meta):
     if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
     if state["step"] >= config.max_iters:
+        return f"limited by the text ({read}): more text lowers the loss, more time hardly"
+    if yardsticks.gap(row, meta):
         return f"limited by the text ({read}): more text lowers the loss, more time hardly"
     if row["tokens"] > 4 * min_tokens(12 * config.n_layers * config.dim ** 2):
         return (f"limited by the size: a larger --dim (now {config.dim}) learns more in this "
