@@ -268,11 +268,15 @@ export async function show(main) {
       styles.set(run.name, {
         hidden: hidden.has(run.name), group, ...own || curveStyle(keys.indexOf(keyOf(run))) })
     }
-    const top = run => groupOf(run) ?? run  // its place in the table decides
-    order = matching.sort((a, b) => a.foreign - b.foreign
-      || compareValues(values(top(a))[column], values(top(b))[column], descending)
-      || compareValues(top(a).name, top(b).name)
-      || compareValues(values(a)[column], values(b)[column], descending))
+    // The row of the table that decides a run's place, and the values to sort by, computed once.
+    const keyed = matching.map(run => {
+      const row = groupOf(run) ?? run
+      return { run, row, ofRow: values(row)[column], ofRun: values(run)[column] }
+    })
+    keyed.sort((a, b) => a.run.foreign - b.run.foreign
+      || compareValues(a.ofRow, b.ofRow, descending) || compareValues(a.row.name, b.row.name)
+      || compareValues(a.ofRun, b.ofRun, descending))
+    order = keyed.map(({ run }) => run)
   }
 
   /**
