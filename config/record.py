@@ -1,4 +1,5 @@
-# The record on the built-in stories, one minute of training on two cores: python train.py config/record.py
+# The record on the built-in stories, one minute of training on two cores:
+#   python train.py config/record.py
 #   how to beat it: doc/record.md
 #   text:       55 MB of stories, the same on every machine; with a network, --data=tinystories
 #   parameters: 2 x (4 x 64 x 64 + 3 x 64 x 192) + 64 x 1536 vocabulary = 0.21M
