@@ -492,9 +492,7 @@ def limiting_factor(config, state, row, meta):
     planned = epochs * (1 + distill.written_tokens(config, meta) / meta["train_tokens"])
     if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
-    if state["step"] >= config.max_iters:
-        return f"limited by the text ({read}): more text lowers the loss, more time hardly"
-    if yardsticks.gap(row, meta):
+    if state["step"] >= config.max_iters or yardsticks.gap(row, meta):
         return f"limited by the text ({read}): more text lowers the loss, more time hardly"
     if row["tokens"] > 4 * min_tokens(12 * config.n_layers * config.dim ** 2):
         return (f"limited by the size: a larger --dim (now {config.dim}) learns more in this "
