@@ -46,6 +46,7 @@ from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.seeds import train_all as train_all_seeds
 from engine.training.signals import Signals
+from engine.training.teachers import train_all as train_with_teachers
 from engine.training.training import Training
 from engine.training.validate import check_settings, refuse_nonsense
 from export import ITER, export_model, exported_step, refuse_unexportable
@@ -164,7 +165,8 @@ embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is a
                             # model took for one another
 teacher = ""                # distillation: learn the predictions of these models, for the text and
                             # for text that they write; paths separated by commas, or a folder that
-                            # --seeds has made
+                            # --seeds has made. auto: train three with other seeds first, in
+                            # out_dir-teachers
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
@@ -650,6 +652,8 @@ def start(config):
     if config.out_dir == "auto":
         out_dir = resume.default_out_dir(config.data) + "-seeds" * (config.seeds > 1)
         config = config.changed(out_dir=out_dir)
+    if config.teacher == "auto":
+        return train_with_teachers(config)
     if config.seeds > 1:
         return train_all_seeds(config)
     config = config.changed(out_dir=resume.folder_of_seed(config))

@@ -8,7 +8,7 @@ import pytest
 
 import train
 from configurator import configure
-from engine.training import repeat, seeds
+from engine.training import repeat, seeds, teachers
 from tests import forked
 from tests.test_repeat import SMALL
 from tests.test_train import ROOT, folder  # noqa: F401
@@ -84,3 +84,38 @@ def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):
     (folder / "lone/trainer.json").write_text('{"made_by": "llamac"}')
     code, out, err = started("--data=my.txt", "--seeds=2", *words)
     assert code == 2 and said in err and err.count("\n") == 1, err
+
+
+def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_stopped(folder, started, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(teachers, "run_program", seeds.run_program)
+    words = ["--data=my.txt", *SMALL, "--teacher=auto", "--seed=5", "--out_dir=taught", "--json"]
+    started.ends += [(0, [15])]
+    code, out, err = started(*words)
+    assert code == 128 + 15 and len(started.calls) == 1
+    code, out, err = started(*words)
+    assert code == 0 and len(started.calls) == 2, err
+    config, found = (json.loads((folder / "taught" / name).read_text()) for name in ("config.json", "result.json"))
+    assert config["teacher"] == "taught-teachers" and config["seed"] == 5 and found["status"] == "finished"
+    assert [result["seed"] for result in map(json.loads, (path.read_text() for path in sorted(
+        (folder / "taught-teachers").glob("seed*/result.json"))))] == [6, 7, 8]
+    assert "teachers: 3 write" in out and json.loads(out.splitlines()[-1]) == found
+    assert sum(line.startswith("{") for line in out.splitlines()) == 1  # the teachers' results are not printed
+    code, out, err = started(*words)
+    assert code == 0 and len(started.calls) == 1 and "this run is finished" in out  # no teacher is trained again
+
+
+def test_the_minutes_of_teachers_and_student_are_those_of_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes=10"])
+    config = configure(vars(train).copy(), "data", ["--minutes=10", "--out_dir=out"], adapt=repeat.settings)
+    first, student = teachers.commands(config, "out-teachers")
+    minutes = [float([word for word in words if word.startswith("--minutes=")][-1].partition("=")[2]) for words in (first, student)]
+    assert minutes == [2, 4] and "--seeds=3" in first and "--teacher=out-teachers" in student  # 3 x 2 + 4
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--dry_run"], "--teacher=auto and --dry_run: expected one of them"), (["--seeds=2"], "--teacher=auto and --seeds: expected one of them"),
+    (["--data=chats.jsonl"], "--teacher=auto: chats.jsonl holds conversations, expected a text")])
+def test_what_can_have_no_teachers_is_refused_before_any_is_trained(folder, started, words, said):  # noqa: F811
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}')
+    code, _, err = started("--data=my.txt", *SMALL, "--teacher=auto", *words)
+    assert code == 2 and said in err and not started.calls
