@@ -28,8 +28,8 @@ def check(config):
     if config.seeds > 1:
         fail("--teacher=auto and --seeds: expected one of them; give one --seed after the other")
     if distributed.world > 1:
-        fail("--teacher=auto is for one process; with torchrun train the teachers with --seeds, then "
-             "give their folder as --teacher")
+        fail("--teacher=auto is for one process; train the teachers with --seeds, then give their "
+             "folder as --teacher to torchrun")
     if Path(config.data).is_file():
         with open(config.data, "rb") as f:
             beginning = f.read(1 << 16).decode(errors="replace")
@@ -44,7 +44,8 @@ def commands(config, folder):
     """
     words = [sys.executable, *sys.argv]
     first, student = words + ["--teacher="], words + [f"--teacher={folder}"]
-    first += [f"--seeds={COUNT}", f"--seed={config.seed + 1}", f"--out_dir={folder}", "--json=False"]
+    first += [f"--seeds={COUNT}", f"--seed={config.seed + 1}", f"--out_dir={folder}"]
+    first += ["--json=False"]  # the last line is the student's
     student += [f"--out_dir={config.out_dir}"]
     if config.minutes:
         first += [f"--minutes={TEACHER_TIME * config.minutes:g}"]
