@@ -9,6 +9,8 @@
 //   TILE_ROWS            rows of tiles that a product computes at once, 1 or 2
 //   TOKENS               max tokens that a product of floats computes at once: their sums must fit
 //                        in registers, beside the weights of TILE_ROWS rows of tiles
+//   FLOAT_STREAMS        rows of tiles of F32 that are multiplied with one token at once: 1, the
+//                        default, or 2
 //   BLOCK_TOKENS         the same for a product of Blocks, which also has integer sums
 //   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (from int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN,
 //                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX(a, b) and MIN(a, b) are
@@ -42,6 +44,9 @@
 
 // clang-format off: it does not know UNROLL
 
+#ifndef FLOAT_STREAMS
+#define FLOAT_STREAMS 1
+#endif
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / LANES) // vectors for TILE floats
 #define SUMS (TILE_ROWS * VECTORS) // vectors of sums for each token

@@ -133,6 +133,23 @@ INLINE void float_tiles(Type type, const TileProduct *p, const uint8_t *tiles, c
         STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
 
+// Multiplies two rows of tiles of F32 with one token, column by column of both: see FLOAT_STREAMS.
+INLINE void two_float_rows(const TileProduct *p, const uint8_t *tiles) {
+    const size_t column = 4 * FLOAT_TILE, row = p->cols * column; // bytes
+    const float *x = p->x;
+    Floats w[2 * VECTORS], sums[2][2 * VECTORS][TOKENS];
+    UNROLL for (int r = 0; r < 2; r++) UNROLL for (int v = 0; v < 2 * VECTORS; v++)
+        sums[r][v][0] = SET(0);
+    for (int c = 0; c < p->cols; c++, tiles += column, x++)
+        UNROLL for (int r = 0; r < 2; r++) {
+            UNROLL for (int v = 0; v < 2 * VECTORS; v++)
+                w[v] = LOAD((const float *)(tiles + r * row) + v * LANES);
+            add_column(sums[r], w, x, 1, 2 * VECTORS);
+        }
+    UNROLL for (int r = 0; r < 2; r++) UNROLL for (int v = 0; v < 2 * VECTORS; v++)
+        STORE(p->y + r * FLOAT_TILE + v * LANES, sums[r][v][0]);
+}
+
 // Multiplies all groups. Computes both groups of a tile at once if their sums fit in registers:
 // then they share the loaded activations. Each call passes T as a constant.
 INLINE void product_of_floats(Type type, TileProduct p) {
@@ -144,6 +161,11 @@ INLINE void product_of_floats(Type type, TileProduct p) {
     const int end = p.first + p.groups;
     for (int g = p.first, n; g < end; g += n, p.y += n * TILE) {
         const uint8_t *tiles = p.tiles + g / 2 * size + g % 2 * 4 * TILE;
+        if (FLOAT_STREAMS == 2 && type == F32 && p.T == 1 && g % 2 == 0 && g + 4 <= end) {
+            two_float_rows(&p, tiles);
+            n = 4;
+            continue;
+        }
         n = g % 2 == 0 && g + 1 < end && (BOTH == 2 || p.T == 1) ? 2 : 1;
         if (p.T == 1 && n == 2) float_tiles(type, &p, tiles, 1, 2);
         else if (p.T == 1) float_tiles(type, &p, tiles, 1, 1);

@@ -9,6 +9,7 @@
 #define TILE_ROWS 1
 #define TOKENS 4
 #define BLOCK_TOKENS 2
+#define FLOAT_STREAMS 2
 #define Q8_OFFSET 128 // unsigned bytes are widened by one instruction instead of two
 
 typedef v128_t Floats;
