@@ -11,6 +11,8 @@
 //                        in registers, beside the weights of TILE_ROWS rows of tiles
 //   FLOAT_STREAMS        rows of tiles of F32 that are multiplied with one token at once: 1, the
 //                        default, or 2
+//   UNROLL_WORDS         UNROLL if a product of Blocks gains from an unrolled loop over the words
+//                        of a sub-block; nothing by default
 //   BLOCK_TOKENS         the same for a product of Blocks, which also has integer sums
 //   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (from int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN,
 //                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX(a, b) and MIN(a, b) are
@@ -46,6 +48,9 @@
 
 #ifndef FLOAT_STREAMS
 #define FLOAT_STREAMS 1
+#endif
+#ifndef UNROLL_WORDS
+#define UNROLL_WORDS
 #endif
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / LANES) // vectors for TILE floats

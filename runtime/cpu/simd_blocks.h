@@ -158,6 +158,7 @@ INLINE void add_products(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
                          const uint8_t *const words[SUMS], Operands at, int step, const int i) {
     const Type type = shape.type;
     const int T = shape.T, vectors = shape.tile_rows * VECTORS, nibbles = columns_per_byte(type);
+    UNROLL_WORDS
     for (int g = 0; g < numbers_per_scale(type) / 4 / nibbles; g++)
         UNROLL for (int h = 0; h < nibbles; h++) {
             Ints w[SUMS];

@@ -10,11 +10,12 @@
 #define TOKENS 4
 #define BLOCK_TOKENS 2
 #define FLOAT_STREAMS 2
+#define UNROLL_WORDS UNROLL
 #define Q8_OFFSET 128 // unsigned bytes are widened by one instruction instead of two
 
 typedef v128_t Floats;
 #define LOAD(p) wasm_v128_load(p)
-#define LOAD_F16(p) floats_of_halves(wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16))
+#define LOAD_F16(p) floats_of_halves(wasm_i32x4_load16x4(p))
 #define LOAD_BF16(p) wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16)
 #define LOAD_8(p) \
     wasm_f32x4_convert_i32x4( \
@@ -38,8 +39,8 @@ typedef v128_t Ints;
 #define LOAD_I(p) wasm_v128_load(p)
 #define BF16_LOW(i) wasm_i32x4_shl(i, 16)
 #define BF16_HIGH(i) wasm_v128_and(i, SET_I((int)0xffff0000))
-#define F16_LOW(i) floats_of_halves(wasm_i32x4_shl(i, 16))
-#define F16_HIGH(i) floats_of_halves(i)
+#define F16_LOW(i) floats_of_halves(wasm_i32x4_shr(wasm_i32x4_shl(i, 16), 16))
+#define F16_HIGH(i) floats_of_halves(wasm_i32x4_shr(i, 16))
 #define SET_I(x) wasm_i32x4_splat(x)
 #define FLOATS(i) wasm_f32x4_convert_i32x4(i)
 // floats near 1.5 * 2^23 have no fraction: the addition rounds to an integer, for up to 22 bits
@@ -100,7 +101,7 @@ static inline void store_halves(uint16_t *p, v128_t v) {
 // The upper 16 bits of each lane: half_to_float of kernels.h in vectors. The arithmetic shift moves
 // the exponent and the mantissa to where a float has them, and leaves the sign where it is.
 static inline v128_t floats_of_halves(v128_t i) {
-    v128_t bits = wasm_v128_and(wasm_i32x4_shr(i, 3), SET_I((int)0x8fffe000));
+    v128_t bits = wasm_v128_and(wasm_i32x4_shl(i, 13), SET_I((int)0x8fffe000));
     v128_t f = wasm_f32x4_mul(bits, SET(0x1p112f));
     v128_t infinite = wasm_f32x4_ge(wasm_f32x4_abs(f), SET(65536));
     return wasm_v128_or(f, wasm_v128_and(infinite, SET_I(0x7f800000)));
