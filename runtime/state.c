@@ -64,8 +64,13 @@ typedef struct {
 } Writer;
 
 static void put(Writer *w, const void *bytes, size_t n) {
-    w->failed |= n && fwrite(bytes, 1, n, w->stream) != n;
     llamac_sha256_add(&w->sha, bytes, n);
+    if (!n || fwrite(bytes, 1, n, w->stream) == n) return;
+    w->failed = true;
+    // If a part of the bytes has filled the disk, Wine's C library sets no error. The next write has
+    // one.
+    size_t written = fwrite(bytes, 1, n, w->stream);
+    (void)written; // for its error alone
 }
 
 // Writes everything to the file. `block` has room for a block.
