@@ -96,7 +96,7 @@ def ports(tmp_path_factory):
     return port
 
 
-FORMS = ["v0:", "v1:", "v2:32", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"]
+FORMS = "v0: v1: v2:32 f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q4_k_m q5_k q6_k".split()
 
 
 @pytest.mark.slow  # half a minute of compiling each
