@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import ISAS, PROGRAM, ROOT, WARN, compile_c
 from .test_hostile import hostile_gguf, hostile_llama2c
-from .test_run import TEXT, Model, byte, logits, reciter, run
+from .test_run import TEXT, Model, byte, instruction_sets, logits, reciter, run
 
 C11 = "assert ctype errno float inttypes limits math stdarg stdatomic stdbool stddef stdint stdio stdlib string time".split()
 PROCESSORS = ["arm_neon", "cpuid", "immintrin", "wasm_simd128"]  # headers of compilers, the same on every system
@@ -106,14 +106,18 @@ def test_texts_and_refusals_are_those_of_run(ports, run_bin, tmp_path, name):
     if PORTS[name].runner is None:
         assert program.stat().st_size > 100_000
         pytest.skip("compiles; nothing here runs it")
+    # avx512bf16 rounds the activations of BF16 weights to BF16, which no kernel for ARM does
+    isa = [isa for isa in instruction_sets() if isa != "avx512bf16"][-1] if name == "arm" else ""
     for i, form in enumerate(FORMS):
         folder = tmp_path / str(i)
         folder.mkdir()
         args, _ = model.write(folder, form)
         text = [*args, "-t", 0, "-i", TEXT, "-n", 128]
-        assert run(program, *text) == run(run_bin, *text), form
-        ours, theirs = (logits(p, args, TEXT, model.vocab) for p in (program, run_bin))
-        assert np.abs(ours - theirs).max() < 0.02 * theirs.std() + 1e-4, form
+        assert run(program, *text) == run(run_bin, *text, isa=isa), form
+        ours, theirs = logits(program, args, TEXT, model.vocab), logits(run_bin, args, TEXT, model.vocab, isa=isa)
+        # sums in another order may round an activation, in 8 bits or in BF16, to the next number
+        tolerance = 1e-4 if form in ("v0:", "v1:", "f32", "f16") else 0.1
+        assert np.abs(ours - theirs).max() < tolerance * theirs.std(), form
     small, refused = Model(vocab=260, layers=1, seq=16), []
     for version in 0, 1, 2:
         (tmp_path / f"v{version}").mkdir()
