@@ -190,7 +190,7 @@ class Muon(ObservedOptimizer):
 #     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
 OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # "muon" uses AdamW for all but the blocks' matrices
 
-AVERAGE, TRAINED = "average", "trained"  # suffixes of the names of weights in state_dict
+AVERAGE, TRAINED = "average", "trained"  # suffixes of weights that the model does not have
 NUMBER = ":number"  # suffix of the names of Python numbers, which state_dict saves as tensors
 
 
@@ -199,8 +199,9 @@ class CombinedOptimizer:
     Several torch.optim.Optimizer that update one model together. Their state is keyed by the names
     of the model's parameters, so that any number of ranks can resume it.
 
-    With `averaging`, it also keeps a running average of the weights. After eval() the model has the
-    averages, and after train() the weights that training goes on from.
+    With `averaging`, it also keeps running averages of the weights. show_averages() puts them into
+    the model, where they stay until show_trained() puts back the weights that training goes on
+    from.
     """
 
     def __init__(self, model, *optimizers):
@@ -208,13 +209,15 @@ class CombinedOptimizer:
         self.names = {p: name for name, p in model.named_parameters()}
         self.initial_groups = [dict(group) for group in self.param_groups]
         self.scale = LossScale()
-        # step() calls this before it changes the weights. On CPUs, train.py makes it wait for the
-        # checkpoint's writer, which reads them.
+        # Called before the weights or their averages are changed. On CPUs, train.py makes it wait
+        # for the checkpoint's writer, which reads them.
         self.ready = lambda: None
-        self.averaging = 0.0  # what part of the average is replaced by the next step's weights; 0:
-                              # no average is kept
-        self.hidden = {}      # {parameter: the values that it does not have now}: averages, or
-        self.has_averages = False  # after eval(), when the model has these, the trained weights
+        # The share of the new weights in the averages after a step; 0: do not average.
+        self.averaging = 0.0
+        # {parameter: its other values}: the averages, or the trained weights while the model has
+        # the averages; {} without averages.
+        self.others = {}
+        self.model_has_averages = False
 
     @property
     def param_groups(self):
@@ -237,32 +240,32 @@ class CombinedOptimizer:
 
     @torch.no_grad()
     def update_averages(self):
-        if not self.hidden:
+        """Move the averages towards the weights. They begin as the weights after the first step."""
+        if not self.others:
             params = [p for group in self.param_groups for p in group["params"]]
-            self.hidden = {p: p.detach().clone() for p in params}
-        torch._foreach_lerp_([*self.hidden.values()], [*self.hidden], self.averaging)
+            self.others = {p: p.detach().clone() for p in params}
+        torch._foreach_lerp_([*self.others.values()], [*self.others], self.averaging)
 
-    def eval(self):
-        """Give the model the averages of its weights, if they are kept: to evaluate or save it."""
-        if not self.has_averages:
+    def show_averages(self):
+        """Put the averages into the model, to evaluate or save it. Without any, do nothing."""
+        if not self.model_has_averages:
             self.exchange()
 
-    def train(self):
-        """Give the model the weights that training goes on from."""
-        if self.has_averages:
+    def show_trained(self):
+        """Put the weights into the model that training goes on from."""
+        if self.model_has_averages:
             self.exchange()
 
     @torch.no_grad()
     def exchange(self):
-        """Exchange the weights in the model for the hidden ones. Without averages, do nothing."""
-        if not self.hidden:
+        if not self.others:
             return
         self.ready()
-        for p, hidden in self.hidden.items():
+        for p, other in self.others.items():
             shown = p.detach().clone()
-            p.copy_(hidden)
-            hidden.copy_(shown)
-        self.has_averages = not self.has_averages
+            p.copy_(other)
+            other.copy_(shown)
+        self.model_has_averages = not self.model_has_averages
 
     def set_rate(self, rate):
         """Set the learning rate: each group gets `rate` times its lr_scale."""
@@ -283,11 +286,12 @@ class CombinedOptimizer:
         Return {"layers.0.attention.wq.weight.momentum": tensor}, each sharded as its parameter is.
         The numbers in the parameter groups are settings and are left out. But if an optimizer
         itself has changed one, such as the step size "d" that Prodigy estimates, it is state and
-        is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it. The
-        weights that the model does not have now are in "name.average" or "name.trained".
+        is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it.
+        What the model does not have now is in "name.average", or in "name.trained" while the model
+        has the averages.
         """
-        hidden = TRAINED if self.has_averages else AVERAGE
-        state = {f"{self.names[p]}.{hidden}": values for p, values in self.hidden.items()}
+        suffix = TRAINED if self.model_has_averages else AVERAGE
+        state = {f"{self.names[p]}.{suffix}": values for p, values in self.others.items()}
         for optimizer in self.optimizers:
             names = self.parameter_names(optimizer)
             for index, values in optimizer.state_dict()["state"].items():
@@ -305,7 +309,7 @@ class CombinedOptimizer:
         """
         params = {name: p for p, name in self.names.items()}
         found = defaultdict(dict)
-        self.hidden, self.has_averages = {}, False
+        self.others, self.model_has_averages = {}, False
         for optimizer in self.optimizers:
             optimizer.state.clear()  # there may be no memory for the old state and the new
         for full_name, value in state.items():
@@ -319,8 +323,8 @@ class CombinedOptimizer:
             if value.shape == p.shape:
                 value = distributed.shard_like(value, p)
             if key in (AVERAGE, TRAINED):
-                self.hidden[p] = value
-                self.has_averages = key == TRAINED
+                self.others[p] = value
+                self.model_has_averages = key == TRAINED  # of all parameters or of none
                 continue
             found[name][key] = value
         for optimizer in self.optimizers:

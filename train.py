@@ -166,7 +166,7 @@ embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is a
 teacher = ""                # distillation: learn the predictions of these models, for the text and
                             # for text that they write; paths separated by commas, or a folder that
                             # --seeds has made. auto: train three with other seeds first, in
-                            # out_dir-teachers
+                            # out/<data>-teachers
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
@@ -205,7 +205,6 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     the mean loss and the gradient norm of the global batch, scalar tensors on the device, and
     whether the step was taken, since the spike detector may refuse it.
     """
-    t.opt.train()
     # Dropout, like the batch, depends on the step only: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
@@ -261,7 +260,7 @@ def evaluate(t):
     documents, with the same number of tokens in both splits. Each document is read from its
     beginning, a long one in pieces of the context's length. The processes share the work.
     """
-    t.opt.eval()
+    t.opt.show_averages()
     t.model.eval()
     # Apple's GPUs have no float64.
     precise = torch.float32 if t.device.type == "mps" else torch.float64
@@ -320,7 +319,7 @@ def save(t, writer, metric, unlogged=()):
     step if it is not logged yet, which a resumed run logs first. A disk that fails costs a warning,
     and the next save tries again. Each sharded process writes its slices.
     """
-    t.opt.eval()
+    t.opt.show_averages()
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
@@ -362,7 +361,7 @@ def conclude(t, tracker, row):
     is on disk and what to type next. row: the row of the last step. Return the exit code: 0 if the
     last checkpoint, the models, the result and the whole log are on disk, else 2.
     """
-    t.opt.eval()
+    t.opt.show_averages()
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     never_evaluated = state["best_step"] is None
@@ -619,6 +618,7 @@ def train(t, steps=math.inf):
         opt.set_rate(rate)
         opt.averaging = weight_average and 1 / (1 + weight_average * step)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
+        opt.show_trained()
         x, y = t.dataset.batch(step)
         loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms)
         if taken:
@@ -650,8 +650,8 @@ def start(config):
     check_optimizer(config.optimizer)
     config = repeat.name_folder(config)
     if config.out_dir == "auto":
-        out_dir = resume.default_out_dir(config.data) + "-seeds" * (config.seeds > 1)
-        config = config.changed(out_dir=out_dir)
+        ending = "-student" if config.teacher == "auto" else "-seeds" * (config.seeds > 1)
+        config = config.changed(out_dir=resume.default_out_dir(config.data) + ending)
     if config.teacher == "auto":
         return train_with_teachers(config)
     if config.seeds > 1:

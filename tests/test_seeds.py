@@ -93,7 +93,7 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     code, out, err = started(*words)
     assert code == 128 + 15 and len(started.calls) == 1
     code, out, err = started(*words)
-    assert code == 0 and len(started.calls) == 2, err
+    assert code == 0, err
     config, found = (json.loads((folder / "taught" / name).read_text()) for name in ("config.json", "result.json"))
     assert config["teacher"] == "taught-teachers" and config["seed"] == 5 and found["status"] == "finished"
     assert [result["seed"] for result in map(json.loads, (path.read_text() for path in sorted(
@@ -101,7 +101,26 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     assert "teachers: 3 write" in out and json.loads(out.splitlines()[-1]) == found
     assert sum(line.startswith("{") for line in out.splitlines()) == 1  # the teachers' results are not printed
     code, out, err = started(*words)
-    assert code == 0 and len(started.calls) == 1 and "this run is finished" in out  # no teacher is trained again
+    assert code == 0 and out.count("finished before") == 3 and "this run is finished" in out
+    code, out, err = started(*words, "--learning_rate=1e-3")
+    assert code == 2 and "taught-teachers/seed6 holds a run with learning_rate=0.006, now it is 0.001" in err
+
+
+def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # noqa: F811
+    words = ["--data=my.txt", "--teacher=auto", "--minutes=1"]
+    (folder / "alone").mkdir()
+    (folder / "alone/config.json").write_text('{"teacher": ""}')
+    code, out, err = started(*words, "--out_dir=alone")
+    assert code == 2 and not started.calls
+    assert "--out_dir=alone: holds a run with no teacher, expected alone-teachers; give another --out_dir" in err
+
+
+def test_student_and_teachers_have_folders_of_their_own_beside_that_of_a_run_of_the_text(folder, started, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (calls.append(command), (0, []))[1])
+    calls = []
+    code, _, err = started("--data=my.txt", "--teacher=auto", "--minutes=1", "--out_dir=auto")
+    assert code == 0, err
+    assert "--out_dir=out/my-teachers" in calls[0] and "--teacher=out/my-teachers" in calls[1] and "--out_dir=out/my-student" in calls[1]
 
 
 def test_the_minutes_of_teachers_and_student_are_those_of_the_command(monkeypatch):
