@@ -260,7 +260,6 @@ def evaluate(t):
     documents, with the same number of tokens in both splits. Each document is read from its
     beginning, a long one in pieces of the context's length. The processes share the work.
     """
-    t.opt.show_averages()
     t.model.eval()
     # Apple's GPUs have no float64.
     precise = torch.float32 if t.device.type == "mps" else torch.float64
@@ -285,6 +284,7 @@ def assess(t):
     Evaluate. Return a row: losses in nats per token, "bpb/val" in bits per byte of text, samples,
     and what the instruments read.
     """
+    t.opt.show_averages()
     losses = evaluate(t)
     row = {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
     if not math.isfinite(losses["val"]):
