@@ -1,7 +1,7 @@
 # The record on the built-in stories, one minute of training on two cores:
 #   python train.py config/record.py
 #   how to beat it: doc/record.md
-#   text:       55 MB of stories, the same on every machine; with a network, --data=tinystories
+#   text:       33 MB of stories, the same on every machine; with a network, --data=tinystories
 #   parameters: 2 x (4 x 64 x 64 + 3 x 64 x 192) + 64 x 1536 vocabulary = 0.21M
 #   tokens:     6 sequences x 192 = 1152 a step, as many steps as a minute holds
 out_dir = "out/record"
