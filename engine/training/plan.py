@@ -483,7 +483,7 @@ def limiting_factor(config, state, row, meta):
         read = f"{100 * fraction_read(epochs, meta):.2g} % of it was read"
     if state["last"]:  # the last step, which only early_stop sets
         return (f"limited by the text, which the model has memorized ({read}): "
-                f"{beyond_the_text(config, meta)}")
+                f"{beyond_the_text(config, state, meta)}")
     if "whole_bytes" in meta and epochs > 1:
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
                 f"prepared ({read}): more --max_text_bytes lowers the loss")
@@ -493,7 +493,7 @@ def limiting_factor(config, state, row, meta):
     if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
     if state["step"] >= config.max_iters or yardsticks.gap(row, meta):
-        return f"limited by the text ({read}): {beyond_the_text(config, meta)}"
+        return f"limited by the text ({read}): {beyond_the_text(config, state, meta)}"
     if row["tokens"] > 4 * min_tokens(12 * config.n_layers * config.dim ** 2):
         return (f"limited by the size: a larger --dim (now {config.dim}) learns more in this "
                 f"time")
@@ -501,12 +501,13 @@ def limiting_factor(config, state, row, meta):
     return f"limited by the time ({read}): --minutes={4 * config.minutes:g} trains {gain}"
 
 
-def beyond_the_text(config, meta):
+def beyond_the_text(config, state, meta):
     """Return in words what lowers a loss that the text limits."""
-    has_conversations = "chat_template" in meta
-    if config.teacher or has_conversations or meta["train_tokens"] > distill.MAX_WRITTEN:
-        return "more text lowers the loss, more time hardly"
-    return "more text lowers the loss, more time hardly, unless --teacher=auto spends it"
+    words = "more text lowers the loss, more time hardly"
+    if config.teacher or "chat_template" in meta or meta["train_tokens"] > distill.MAX_WRITTEN:
+        return words
+    minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # three teachers, a student's two parts
+    return f"{words}, unless teachers spend it: --teacher=auto --minutes={minutes}"
 
 
 def values(plan):
