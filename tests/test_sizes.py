@@ -360,10 +360,14 @@ def test_a_small_part_held_out_holds_a_context(monkeypatch):
 def test_the_limit_that_is_told():
     meta = {"train_tokens": 1000, "train_bytes": 3000}
     s, row = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100), {"epoch": 0.4, "tokens": 100_000}
-    told = lambda state, **more: plan.limiting_factor(s, {"last": None, "step": 50} | state, row | more, meta)
+    usual = {"last": None, "step": 50, "clock": {"seconds": 100.0}}
+    told = lambda state, **more: plan.limiting_factor(s, usual | state, row | more, meta)
     assert "by the time (40 % of it was read): --minutes=20" in told({})
     assert "the model has memorized (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
+    assert told({"last": 50}, epoch=30.0).endswith("unless teachers spend it: --teacher=auto --minutes=9")  # 5 x 100 seconds
+    s = s.changed(teacher="out/other")
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
     losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # known by heart
     assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses) and "by the time" in told({}, **losses)
     assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})
