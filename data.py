@@ -549,14 +549,13 @@ def show_conversations(prepared, count=3, max_tokens=400):
                                is_target[a]) for a, b in zip(edges, edges[1:]))
 
 
-def show_vocabulary_of_training(config):
+def vocabulary_of_training(config):
     """
-    Prepare the text with the vocabulary that train.py would choose on this machine, unless the user
-    has set one, and print which: put its settings in this program's globals.
+    Print and return {setting: value} of the vocabulary that train.py would choose for the text on
+    this machine, {} if the user has set one.
     """
-    vocabulary = {"vocab_source", "vocab_size", "max_vocab_size"}
-    if vocabulary & config.given.keys():
-        return
+    if {"vocab_source", "vocab_size", "max_vocab_size"} & config.given.keys():
+        return {}
     from engine.training import plan  # here and below: they import torch, which takes seconds
     from engine.training.costs import Build
     from model import ModelArgs
@@ -565,10 +564,11 @@ def show_vocabulary_of_training(config):
               "max_text_bytes": max_text_bytes}
     given = {"data"} | {name for name in values if name in config.given}
     chosen = plan.text_settings(values, given, Build(ModelArgs.of, make_optimizer))
-    globals().update(plan.values(chosen))
-    shown = [f"--{name}={value}" for name, (value, _) in chosen.items()]
-    if shown:
-        print(f"as `python train.py --data={source}` would prepare it: {' '.join(shown)}")
+    found = plan.values(chosen)
+    if found:
+        shown = " ".join(f"--{name}={value}" for name, value in found.items())
+        print(f"as `python train.py --data={source}` would prepare it: {shown}")
+    return found
 
 
 def show_data(prepared):
@@ -603,10 +603,12 @@ if __name__ == "__main__":
     for path, ending in (page, ".html"), (png, ".png"):
         if path and not path.endswith(ending):
             fail(f"{path}: expected a name that ends in {ending}")
+    vocabulary = {"vocab_source": vocab_source, "vocab_size": vocab_size,
+                  "max_vocab_size": max_vocab_size, "max_text_bytes": max_text_bytes}
     if show or page or png:
-        show_vocabulary_of_training(config)
-    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
-                       column, max_vocab_size=max_vocab_size, max_text_bytes=max_text_bytes)
+        vocabulary |= vocabulary_of_training(config)
+    prepared = prepare(source, val_fraction=val_fraction, cache=cache, workers=workers,
+                       skip_bad=skip_bad, column=column, **vocabulary)
     found = load(prepared)
     # This fails if `source` is a prepared folder and a setting given here differs from its own.
     as_prepared(SimpleNamespace(data=source, **config.as_dict()), config.given, found.meta)

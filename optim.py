@@ -258,6 +258,7 @@ class CombinedOptimizer:
 
     @torch.no_grad()
     def exchange(self):
+        """Exchange the model's weights for the others. Without averages, do nothing."""
         if not self.others:
             return
         self.ready()

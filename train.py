@@ -616,7 +616,8 @@ def train(t, steps=math.inf):
         last_by_clock = progress.last_by_clock(state, spent, anew=step == first_step)
         rate = learning_rate_at(config, step, last_step, step / last_by_clock)
         opt.set_rate(rate)
-        opt.averaging = weight_average and 1 / (1 + weight_average * step)
+        if weight_average:
+            opt.averaging = 1 / (1 + weight_average * step)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
         opt.show_trained()
         x, y = t.dataset.batch(step)

@@ -346,7 +346,7 @@ def compared(folder):
             row = {"iter": 10 * i, "tokens": 1000 * i, "loss/train": loss, "time": 1e9 + i, "perf/tokens_per_sec": 71852.4 if i % 20 else 5000.0}
             if i % 10 == 0:
                 row |= {"loss/val": loss, "bpb/val": loss / (1 + n)}
-            if i % 10 == 0 and n == 0:  # known by heart
+            if i % 10 == 0 and n == 0:  # the model memorizes the text
                 row |= {"loss/train_eval": loss / 2, "epoch": i}
             if i == 0:
                 row |= {"yardstick/chance": 9.0 - n, "yardstick/unigram": 4.0, "yardstick/gzip": 2.01, "yardstick/xz": 2.0}

@@ -138,3 +138,11 @@ def test_what_can_have_no_teachers_is_refused_before_any_is_trained(folder, star
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}')
     code, _, err = started("--data=my.txt", *SMALL, "--teacher=auto", *words)
     assert code == 2 and said in err and not started.calls
+
+
+def test_a_text_about_conversations_may_have_teachers(folder, started, monkeypatch):  # noqa: F811
+    calls = []
+    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (calls.append(command), (0, []))[1])
+    (folder / "about.txt").write_text('An example: {"messages": [{"role": "user", "content": "Hi"}]}')
+    code, _, err = started("--data=about.txt", "--teacher=auto", "--seed=5", "--out_dir=about")
+    assert code == 0 and len(calls) == 2, err

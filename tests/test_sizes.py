@@ -368,7 +368,7 @@ def test_the_limit_that_is_told():
     assert told({"last": 50}, epoch=30.0).endswith("unless teachers spend it: --teacher=auto --minutes=9")  # 5 x 100 seconds
     s = s.changed(teacher="out/other")
     assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
-    losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # known by heart
+    losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # the text is memorized
     assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses) and "by the time" in told({}, **losses)
     assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})
     assert "a larger --dim (now 96)" in told({}, tokens=10 ** 9)

@@ -94,8 +94,9 @@ def test_a_text_is_shown_with_the_vocabulary_that_a_training_would_choose(tmp_pa
         values = {"source": name, "vocab_source": "custom", "max_vocab_size": 0} | given
         for setting, value in values.items():
             monkeypatch.setattr(data, setting, value)
-        data.show_vocabulary_of_training(freeze(vars(data), given))
+        found = data.vocabulary_of_training(freeze(vars(data), given))
         said = capsys.readouterr().out
+        assert bool(found) == bool(vocabulary) and all(f"--{setting}={value}" in said for setting, value in found.items())
         assert said.startswith(f"as `python train.py --data={name}` would prepare it: {vocabulary}") if vocabulary else not said
 
 

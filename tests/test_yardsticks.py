@@ -66,7 +66,7 @@ def test_a_text_known_by_heart_is_named(train, val, epoch, meta, gap):
     row = {"loss/train_eval": train, "loss/val": val, "epoch": epoch}
     found = {"chance": 8.0, "unigram": 4.0, "gzip": 3.0, "xz": 2.5}
     said = yardsticks.assess(2.0, found, row, meta)
-    assert ("learns the text by heart" in said) == bool(gap) and said.startswith("normal: 2.0000")
+    assert ("memorizes the text" in said) == bool(gap) and said.startswith("normal: 2.0000")
     assert "; train longer" in yardsticks.assess(5.0, found, {}, {}) and ("; train longer" in yardsticks.assess(5.0, found, row, meta)) == (not gap)
     assert not gap or f"the validation loss is {gap:,} % above the training loss" in said
 

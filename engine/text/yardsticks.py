@@ -28,13 +28,13 @@ SENTENCES = {
     "normal, with a floor": "normal: {loss} bits per byte is less than a compressor needs "
                             f"({OTHERS}; no model can beat {{floor}})",
 }
-# Validation loss / training loss above which a text counts as learned by heart, once it was read
+# Validation loss / training loss above which a text counts as memorized, if it was read at least
 # MIN_EPOCHS times. Read once, the ratio of four texts was 1.00 to 1.27, as the two parts of a small
 # text differ; of 60 kB of Chinese it was 1.44 to 1.5 while the validation loss still fell, 1.6 when
 # it had stopped falling, and 8.5 after 18 readings without dropout.
-BY_HEART, MIN_EPOCHS = 1.5, 2
-GAP = ("; the validation loss is {gap} % above the training loss, as the model learns the text by "
-       "heart: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
+MEMORIZED, MIN_EPOCHS = 1.5, 2
+GAP = ("; the validation loss is {gap} % above the training loss, as the model memorizes the "
+       "text: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
 LONGER = "; train longer, or try other rates with --lr_find"
 
 
@@ -109,14 +109,14 @@ def judge(loss, found):
 def gap(row, meta):
     """
     Return by how many percent the validation loss is above the training loss if that is far,
-    because the model learns the text by heart, otherwise 0. row: {metric: value} of the last
+    because the model memorizes the text, otherwise 0. row: {metric: value} of the last
     evaluation; meta: of the prepared text. Of conversations only answers count, which are few: 0.
     """
     losses = row.get("loss/val"), row.get("loss/train_eval")
     if "chat_template" in meta or None in losses or row.get("epoch", 0) < MIN_EPOCHS:
         return 0
     validation, training = losses
-    if not validation > BY_HEART * training > 0:
+    if not validation > MEMORIZED * training > 0:
         return 0
     return round(100 * (validation / training - 1))
 

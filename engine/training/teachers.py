@@ -3,13 +3,14 @@
 predict on average (see distill.py). One command trains all teachers, one the student; both continue
 where they were stopped.
 """
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from configurator import fail
 from engine.programs import run_program
-from engine.text import conversations
+from engine.text import conversations, readers
 from engine.training import distributed, mode
 from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
@@ -36,10 +37,10 @@ def check(config):
     if distributed.world > 1:
         fail("--teacher=auto is for one process; train the teachers with --seeds, then give their "
              "folder as --teacher to torchrun")
-    if Path(config.data).is_file():
-        with open(config.data, "rb") as f:
-            beginning = f.read(1 << 16).decode(errors="replace")
-        if conversations.LOOKS.search(beginning):
+    # A file that can't be read, or that is packed, is left to the trainer's messages.
+    with contextlib.suppress(OSError):
+        is_json = readers.suffix(config.data) in (*readers.LINES, ".json")
+        if is_json and conversations.LOOKS.search(readers.first_text(config.data)):
             fail(f"--teacher=auto: {config.data} holds conversations, expected a text")
     stored = read_json(Path(config.out_dir, "config.json"), MAX_JSON, {})
     teacher = stored.get("teacher", "")
