@@ -40,7 +40,7 @@ from engine.text import yardsticks
 from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
-from engine.training import (checkpoint, costs, distill, distributed, hardware, load, lora,
+from engine.training import (bigrams, checkpoint, costs, distill, distributed, hardware, load, lora,
                              mode, plan, progress, repeat, result, resume, run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
@@ -128,6 +128,9 @@ dropout = 0.0               # dropout probability after the embeddings and in ea
 document_mask = True        # attention sees only its own document; False is faster with long
                             # contexts
 tie_embeddings = True       # the classifier shares the embedding's weights
+bigram_start = False        # begin embedding and classifier of a new model from counts of pairs of
+                            # tokens, so that it knows what follows each token before the first
+                            # step; needs tie_embeddings=False
 rope_theta = 10000.0        # base of the rotary positions
 qkv_bias = False            # biases for queries, keys and values, as in Qwen2
 lora_rank = 0               # freeze the weights of init_from and train LoRA adapters of this rank
@@ -466,6 +469,8 @@ def main(config, steps=math.inf):
     model = lora.build(args, setup.lora, device)
     model.bos_id = dataset.separator if document_mask else None
     model.recompute = activation_checkpointing
+    if bigram_start and not found.start:
+        bigrams.start_tables(model, dataset.train)
     if fsdp and distributed.world > 1:
         distributed.shard(model)
     opt = make_optimizer(model, config)
@@ -514,7 +519,8 @@ def main(config, steps=math.inf):
     # Settings that resuming needs are recorded without redaction.
     t.record.update(resume.resumable(settings), init_from=init_from)
     if saves and not found.resuming:
-        run_checks(CheckContext(t, not found.start, train_step, make_optimizer, export_model))
+        is_random = not found.start and not bigram_start
+        run_checks(CheckContext(t, is_random, train_step, make_optimizer, export_model))
 
     # ---- training, or a mode that calls train_step in a loop of its own --------------------------
     if saves:

@@ -223,19 +223,31 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
 def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
     """doc/lab/own_text.md: 192 x 3 with a context of 256 for a megabyte, 112 x 2 for 100 kB."""
     large, small = (planned(monkeypatch, size, 60.0) for size in (1_100_000, 100_000))
-    assert (large.dim, large.n_layers, large.max_seq_len, large.tie_embeddings) == (192, 3, 256, True) and 1800 < large.max_vocab_size < 2000
+    assert (large.dim, large.n_layers, large.max_seq_len, large.tie_embeddings) == (192, 3, 256, False) and 1800 < large.max_vocab_size < 2000
     assert (small.dim, small.n_layers, small.max_vocab_size) == (112, 2, 512)
 
 
-def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
+def test_a_text_of_half_a_megabyte_and_more_has_two_tables_that_begin_with_counts_of_pairs(monkeypatch):
+    """Two that begin at random need twice the rate."""
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
-    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, SETUP)[1])["embedding_lr_scale"]
-    often, little = planned(monkeypatch, 10_000, 1.0), planned(monkeypatch, 10_000_000, 1.0)
-    assert often.tie_embeddings and not little.tie_embeddings and rate(often) < rate(little)
-    one = planned(monkeypatch, 10_000_000, 1.0, tie_embeddings=True)
-    assert one.tie_embeddings and rate(one) == rate(often)
+
+    def found(s, *given):
+        length = plan.values(plan.plan_length(s, set(given), meta, SETUP)[1])
+        return s.tie_embeddings, length.get("bigram_start", False), length["embedding_lr_scale"]
+
+    short, long = planned(monkeypatch, 400_000, 20.0), planned(monkeypatch, 600_000, 20.0)
+    assert found(short) == (True, False, 2.0) and found(long) == (False, True, 2.0)
+    assert found(planned(monkeypatch, 10_000_000, 1.0)) == (False, True, 2.0)
+    assert found(planned(monkeypatch, 10_000_000, 1.0, tie_embeddings=True)) == (True, False, 2.0)
+    assert found(long, "bigram_start") == (False, False, 4.0)
+    assert not planned(monkeypatch, 10_000, 1.0, bigram_start=True).tie_embeddings
+    assert planned(monkeypatch, 600_000, 20.0, vocab_source="char").tie_embeddings
+    meta["vocab_size"] = 100
+    assert found(long) == (False, False, 4.0)
+    meta["vocab_size"] = 1000
+    assert found(long.changed(init_from="my.gguf")) == (False, False, 4.0)
     with pytest.raises(KeyError):
-        rate(one.changed(optimizer="adamw"))
+        found(long.changed(optimizer="adamw"))
 
 
 def test_conversations_have_a_context_in_which_nearly_all_fit():

@@ -49,7 +49,7 @@ class CheckContext:
     What a check works with, just before the first step.
 
     t: the Training; most of its fields are repeated as attributes here. fresh: whether the weights
-    are newly initialized. train_step, make_optimizer, export_model: the functions of train.py.
+    are random. train_step, make_optimizer, export_model: the functions of train.py.
     x, y and small are parts of the first batch, of about TOKENS tokens each. x, y: its first few
     sequences, uncut unless they exceed TOKENS, on the device. small: (x, y) of all its sequences,
     each cut short, on the CPU. scale: a LossScale for checks that run backward, not that of the

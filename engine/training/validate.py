@@ -69,6 +69,9 @@ def checked_args(config, args, dataset):
     """
     if args.problem():
         fail(args.problem())
+    if config.bigram_start and args.tied:
+        fail("bigram_start is True with one table, expected --tie_embeddings=False beside it: a "
+             "table of its own for the classifier")
     for split in ("train", "val"):
         tokens = len(getattr(dataset, split))
         if tokens < config.max_seq_len and not dataset.masks:

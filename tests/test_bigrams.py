@@ -1,0 +1,119 @@
+"""Tables that begin with counts of pairs: against counts and singular vectors by NumPy, in a training, and what it refuses."""
+import numpy as np
+import pytest
+import torch
+from numpy.linalg import svd
+
+from engine.training import bigrams
+from tests.test_train import losses, run, weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with a text whose letters predict the next ones."""
+    folder = tmp_path_factory.mktemp("work")
+    letters = b"abcdefghijklmnop .\n"
+    (folder / "my.txt").write_bytes(bytes(letters[token] for token in markov_chain(len(letters), 30_000)))
+    return folder
+
+
+def markov_chain(V, length, sharpness=2.0):
+    """Tokens of a chain whose transitions are random."""
+    rng = np.random.default_rng(1)
+    steps = np.exp(sharpness * rng.standard_normal((V, V)))
+    sums = (steps / steps.sum(1, keepdims=True)).cumsum(1)
+    tokens = [0]
+    for draw in rng.random(length - 1):
+        tokens.append(min(V - 1, int(np.searchsorted(sums[tokens[-1]], draw))))
+    return np.array(tokens, np.uint16)
+
+
+def discounted(tokens, V, apart=1, backwards=False):
+    """p(b | a) (V, V) and p(b) (V,), counted one by one; b stands `apart` behind a, or one before it."""
+    frequency = np.full(V, 0.5)
+    for token in tokens:
+        frequency[token] += 1
+    frequency /= frequency.sum()
+    counts = np.zeros((V, V))
+    for a, b in zip(tokens[:-apart], tokens[apart:]):
+        counts[(b, a) if backwards else (a, b)] += 1
+    kinds = (counts > 0).sum(1, keepdims=True)
+    taken = np.maximum(counts - 0.75, 0) + (0.75 * kinds + 1) * frequency
+    return taken / (counts.sum(1, keepdims=True) + 1), frequency
+
+
+def test_a_width_of_the_vocabulary_holds_all_probabilities():
+    """Of each token that was seen; two were not."""
+    V, D = 24, 32
+    tokens = markov_chain(V - 2, 20_000)
+    torch.manual_seed(1)
+    rows, classifier = bigrams.tables(tokens, V, D)
+    expected, _ = discounted(tokens, V)
+    found = torch.softmax(rows @ classifier.T, 1).numpy()
+    assert np.allclose(expected.sum(1), 1)
+    assert abs(found - expected)[:V - 2].max() < 0.02
+    assert torch.allclose(rows.square().mean(1), torch.ones(V), atol=1e-5)
+
+
+def test_rows_are_principal_coordinates():
+    """Of following, preceding and next but one tokens side by side; only angles count, as the axes are turned at random."""
+    V, D = 60, 9
+    tokens = markov_chain(V, 30_000)
+    blocks = []
+    for apart, backwards in ((1, False), (1, True), (2, False)):
+        p, frequency = discounted(tokens, V, apart, backwards)
+        blocks.append(np.log(p / frequency))
+    weight = np.sqrt(frequency)
+    u, s, _ = svd(np.hstack([weight[:, None] * block * weight for block in blocks]))
+    expected = u[:, :D - 1] * s[:D - 1] / weight[:, None]
+    expected /= np.quantile(np.linalg.norm(expected, axis=1), 0.9)
+    expected *= 0.95 / np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
+    expected = np.hstack((expected, np.sqrt(1 - (expected ** 2).sum(1, keepdims=True))))
+    torch.manual_seed(1)
+    rows = bigrams.tables(tokens, V, D)[0].numpy()
+    assert abs(rows @ rows.T / D - expected @ expected.T).max() < 0.01
+
+
+def test_a_text_of_one_token_and_an_empty_row():
+    for tokens in (np.zeros(3, np.uint16), np.array([1, 2], np.uint16)):
+        rows, classifier = bigrams.tables(tokens, 4, 8)
+        assert rows.isfinite().all() and classifier.isfinite().all()
+
+
+def test_of_a_long_text_stretches_from_all_over_it_are_counted():
+    tokens = np.arange(3 * bigrams.MAX_TOKENS)
+    sample = bigrams.sampled(tokens)
+    assert len(sample) == bigrams.MAX_TOKENS and sample[0] == 0 and sample[-1] == tokens[-1]
+    assert (np.diff(sample) > 0).all() and np.diff(sample).max() < len(tokens) / 8
+    assert bigrams.sampled(tokens[:100]) is not sample and len(bigrams.sampled(tokens[:100])) == 100
+
+
+def test_a_training_that_knows_pairs_before_its_first_step(folder):
+    """Its first loss is below that of the frequencies of tokens; a resumed run does not begin the tables again."""
+    args = ["--data=my.txt", "--tie_embeddings=False", "--max_iters=6", "--eval_interval=3", "--log_interval=1"]
+    told = run(folder, *args, "--bigram_start=True", "--out_dir=pairs", "--checks=all")
+    assert told.returncode == 0, told.stderr
+    assert "the tables begin with the counts of neighbouring tokens" in told.stdout
+    assert run(folder, *args, "--out_dir=random").returncode == 0
+    tokens = np.fromfile(next((folder / "cache").glob("my-*/train.bin")), np.uint16)
+    p = np.bincount(tokens) / len(tokens)
+    frequencies = -(p[p > 0] * np.log(p[p > 0])).sum()
+    assert losses(folder, "pairs")[0][1] < frequencies < losses(folder, "random")[0][1]
+
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=cut", "--max_iters=3", "--decay_lr=False").returncode == 0
+    told = run(folder, *args, "--out_dir=cut", "--max_iters=6", "--decay_lr=False")
+    assert "resuming cut at iteration 3" in told.stdout and "begin with the counts" not in told.stdout
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut", "--decay_lr=False").returncode == 0
+    for name, weight in weights(folder, "uncut").items():
+        assert torch.equal(weight, weights(folder, "cut")[name]), name
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--bigram_start=True", "--tie_embeddings=True"], "bigram_start is True with one table"),
+    (["--bigram_start=True", "--tie_embeddings=False", "--init_from=pairs/model.gguf", "--out_dir=tuned"],
+     "bigram_start is True with a model to fine-tune")])
+def test_what_has_no_tables_to_begin_is_one_line(folder, words, expected):
+    assert run(folder, "--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=1",
+               "--eval_interval=1", "--out_dir=pairs").returncode in (0, 2)
+    done = run(folder, "--data=my.txt", *words)
+    assert done.returncode == 2 and expected in done.stderr and len(done.stderr.strip().splitlines()) == 1
