@@ -74,6 +74,20 @@ def test_rows_are_principal_coordinates():
     assert abs(rows @ rows.T / D - expected @ expected.T).max() < 0.01
 
 
+def test_tokens_that_do_not_occur_take_nothing_from_those_that_do():
+    """A vocabulary of another text, of which this one uses a hundredth."""
+    tokens, D = markov_chain(30, 20_000), 12
+
+    def loss(V):
+        torch.manual_seed(1)
+        rows, classifier = bigrams.tables(tokens, V, D)
+        predicted = torch.log_softmax(rows @ classifier.T, 1)
+        return -predicted[tokens[:-1].astype(int), tokens[1:].astype(int)].mean().item()
+
+    p = np.bincount(tokens) / len(tokens)
+    assert loss(30) < -(p * np.log(p)).sum() - 0.3 and abs(loss(3000) - loss(30)) < 0.1
+
+
 def test_a_text_of_one_token_and_an_empty_row():
     for tokens in (np.zeros(3, np.uint16), np.array([1, 2], np.uint16)):
         rows, classifier = bigrams.tables(tokens, 4, 8)

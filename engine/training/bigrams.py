@@ -2,14 +2,14 @@
 Begin the embedding and the classifier of a new model from counts of pairs of tokens, so that it
 knows before the first step which tokens follow each token. doc/lab/own_text.md has what it gains.
 
-Before the first step the blocks add little to the embedding. So the logits of the next token are
-about C n, where n is the row of the embedding of the current token, normalized, and C is the
-classifier. start_tables chooses the rows n such that tokens with similar neighbours are close
-together, and then C such that C n is the logarithm of the next token's probability, as nearly as
-the width allows. The rows are the principal coordinates of a correspondence analysis
-(https://en.wikipedia.org/wiki/Correspondence_analysis) of logarithms of probabilities.
+At first the blocks add little to the rows of this embedding. So the logits of the next token are
+about C e, where e is the row of the current token, normalized, and C is the classifier. `tables`
+chooses rows such that tokens with similar neighbours are close together, and then C such that C e
+is the logarithm of the next token's probability, as nearly as the width allows. The rows are
+principal coordinates as in a correspondence analysis, but of logarithms, which are not centred.
+https://en.wikipedia.org/wiki/Correspondence_analysis
 
-Shapes: V vocabulary, D model width.
+Shapes: N tokens of the text, V vocabulary, D model width.
 """
 import time
 
@@ -19,39 +19,41 @@ import torch
 from engine.training import distributed
 
 MAX_TOKENS = 1 << 22  # tokens that are counted at most
-STRETCHES = 16        # a longer text is counted in so many stretches, evenly spaced
-DISCOUNT = 0.75       # subtracted from each count, for the pairs that were not seen
+STRETCHES = 16        # of a longer text so many stretches are counted, evenly spaced; that pairs
+                      # across their borders are counted too makes no difference
+DISCOUNT = 0.75       # occurrences of each seen pair that are given to the pairs that were not seen
 ITERATIONS = 4        # of the subspace that holds the coordinates
-MARGIN = 16           # more vectors than coordinates, for faster convergence
-MAX_COORDINATES = 255  # more would take minutes for large models; their further dimensions are 0
-LONG = 0.9            # fraction of the rows that keep their length; longer ones are shortened
+MARGIN = 16           # vectors of the subspace beyond the coordinates, for faster convergence
+MAX_COORDINATES = 255  # more would take minutes for a large model
+UNCLIPPED = 0.9       # part of the rows whose coordinates are not clipped
 RIDGE = 1e-3          # of the regression that finds the classifier, relative to the variance
 
 
 class LogRatios:
     """
-    log(p(b | a) / p(b)) for all pairs of tokens (a, b), where b stands beside a: a matrix (V, V)
-    that is kept as a sparse matrix plus the same number for each element of a row.
+    log(p(b | a) / p(b)) for all pairs of tokens (a, b), where b stands at a fixed distance from a:
+    a matrix (V, V). It is stored as one number for each row, that of the pairs that were not seen,
+    plus a sparse matrix of what the seen ones differ from it.
 
-    p(b | a) is estimated by absolute discounting: a seen pair gives DISCOUNT of its count to all
-    tokens, in proportion to their frequency. https://doi.org/10.1006/csla.1994.1001
+    p(b | a) is estimated by absolute discounting: each seen pair gives DISCOUNT occurrences, and
+    each token a one more, to all tokens b in proportion to their frequency.
+    https://doi.org/10.1006/csla.1994.1001
 
-    a, b: (n,) int64, the two tokens of each place of the text; frequency: (V,) float32, p(b).
+    firsts, seconds: (n,) int64, a and b of each place of the text; frequency: (V,) float32, p(b).
     """
 
-    def __init__(self, a, b, frequency):
+    def __init__(self, firsts, seconds, frequency):
         V = len(frequency)
-        pairs, counts = np.unique(a * V + b, return_counts=True)
+        pairs, counts = np.unique(firsts * V + seconds, return_counts=True)
         a, b = (torch.from_numpy(tokens) for tokens in np.divmod(pairs, V))
         counts = torch.from_numpy(counts).float()
         total = torch.zeros(V).index_add_(0, a, counts) + 1
-        kinds = torch.bincount(a, minlength=V)
-        unseen = (DISCOUNT * kinds + 1) / total  # (V,), p(b | a) / p(b) of a pair that was not seen
-        ratio = (counts - DISCOUNT) / total[a] / frequency[b] + unseen[a]
+        kinds = torch.bincount(a, minlength=V)   # (V,), number of different b of each a
+        unseen = (DISCOUNT * kinds + 1) / total  # (V,), the ratio of a pair that was not seen
+        seen = (counts - DISCOUNT) / total[a] / frequency[b] + unseen[a]
         self.of_rows = unseen.log()
-        self.sparse = torch.sparse_coo_tensor(torch.stack((a, b)), ratio.log() - self.of_rows[a],
-                                              (V, V), is_coalesced=True,
-                                              check_invariants=True)
+        self.sparse = torch.sparse_coo_tensor(torch.stack((a, b)), seen.log() - self.of_rows[a],
+                                              (V, V), is_coalesced=True, check_invariants=True)
 
     def times(self, x):
         """Return the product with x (V, n)."""
@@ -64,8 +66,9 @@ class LogRatios:
 
 def start_tables(model, tokens):
     """
-    Set the embedding and the classifier of a Transformer, which are two tables, from the tokens
-    (n,) of its training text. The embedding's rows get an RMS of 1. Random numbers are PyTorch's.
+    Set the embedding and the classifier of a Transformer, which do not share their weights, from
+    the tokens (N,) of its training text. The master computes them, with PyTorch's default
+    generator; all processes get copies.
     """
     started = time.monotonic()
     V, D = model.tok_embeddings.weight.shape
@@ -78,25 +81,30 @@ def start_tables(model, tokens):
 
 
 def tables(tokens, V, D):
-    """Return the embedding and the classifier, both (V, D) float32, for start_tables."""
+    """
+    Return the embedding and the classifier, both (V, D) float32, from tokens (N,). The rows of the
+    embedding have an RMS of 1.
+    """
     tokens = np.asarray(sampled(tokens), np.int64)
-    frequency = torch.bincount(torch.from_numpy(tokens), minlength=V) + 0.5
-    frequency = frequency / frequency.sum()
+    counts = torch.bincount(torch.from_numpy(tokens), minlength=V)
+    frequency = (counts + 0.5) / (counts + 0.5).sum()  # above 0 for tokens that do not occur, too
     following = LogRatios(tokens[:-1], tokens[1:], frequency)
     preceding = LogRatios(tokens[1:], tokens[:-1], frequency)
     next_but_one = LogRatios(tokens[:-2], tokens[2:], frequency)
+    ratios = following, preceding, next_but_one
 
-    n = coordinates((following, preceding, next_but_one), frequency[:, None], D)  # (V, D)
-    # Regression of log p(b | a) on the rows n, weighted by how frequent a is.
-    weighted = frequency[:, None] * n
-    covariance = n.T @ weighted
+    weight = frequency[:, None]  # (V, 1)
+    embedding = rows_of(coordinates(ratios, weight, min(D - 1, MAX_COORDINATES)), counts > 0, D)
+    # Regression of log p(b | a) on the rows of a, weighted by the frequency of a.
+    weighted = weight * embedding
+    covariance = embedding.T @ weighted  # (D, D)
     covariance += RIDGE * covariance.diagonal().mean() * torch.eye(D)
     target = following.transposed_times(weighted) + torch.outer(frequency.log(), weighted.sum(0))
-    return n, torch.linalg.solve(covariance, target.T).T
+    return embedding, torch.linalg.solve(covariance, target.T).T
 
 
 def sampled(tokens):
-    """Return the tokens (n,), or STRETCHES of them, evenly spaced, of MAX_TOKENS in all."""
+    """Return the tokens (N,), or MAX_TOKENS of them in STRETCHES that are evenly spaced."""
     if len(tokens) <= MAX_TOKENS:
         return tokens
     length = MAX_TOKENS // STRETCHES
@@ -104,36 +112,44 @@ def sampled(tokens):
     return np.concatenate([tokens[start:start + length] for start in starts])
 
 
-def coordinates(ratios, frequency, D):
+def coordinates(ratios, weight, count):
     """
-    Return rows (V, D) of length sqrt(D), in which tokens with similar LogRatios are near.
-    ratios: the LogRatios of different neighbours; frequency: (V, 1).
-
-    They are the largest principal coordinates of all ratios side by side, (V, 3 V), with rows and
-    columns weighted by frequency, and one more that fills each row up to the same length. A random
-    rotation then spreads them over all columns, because AdamW treats columns apart.
+    Return the largest `count` principal coordinates of all LogRatios side by side, (V, count), or
+    (V, V) if V < count. Rows and columns are weighted by frequency. ratios: a tuple of LogRatios;
+    weight: (V, 1), the frequencies.
     """
-    weight = frequency.sqrt()
+    root = weight.sqrt()
 
     def squared_times(x):
-        """Return A A^T x, where A is the weighted matrix (V, 3 V)."""
-        x = weight * x
-        return weight * sum(r.times(frequency * r.transposed_times(x)) for r in ratios)
+        """Return A A^T x, where A is the weighted matrix, V rows and V columns of each ratio."""
+        x = root * x
+        return root * sum(r.times(weight * r.transposed_times(x)) for r in ratios)
 
     # Subspace iteration: https://arxiv.org/abs/0909.4061
-    V, n = len(frequency), min(D - 1, MAX_COORDINATES)
-    basis = torch.randn(V, min(V, n + MARGIN))
+    V = len(weight)
+    basis = torch.randn(V, min(V, count + MARGIN))
     for _ in range(ITERATIONS):
         basis = torch.linalg.qr(squared_times(basis))[0]
     values, vectors = torch.linalg.eigh(basis.T @ squared_times(basis))  # in ascending order
-    vectors, values = vectors.flip(1)[:, :n], values.flip(0)[:n]
-    found = basis @ vectors * values.clamp(min=0).sqrt() / weight  # (V, n), or (V, V) if V < n
+    vectors, values = vectors.flip(1)[:, :count], values.flip(0)[:count]
+    return basis @ vectors * values.clamp(min=0).sqrt() / root
 
-    longest = torch.quantile(found.norm(dim=1), LONG).clamp(min=1e-9)
-    found = found / longest
-    found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
-    rows = torch.zeros(V, D)
-    rows[:, 1:1 + found.shape[1]] = 0.95 * found
+
+def rows_of(coordinates, occurs, D):
+    """
+    Return rows (V, D) of length sqrt(D) with these coordinates (V, n), n < D, all scaled by the
+    same factor. Those of the longest rows are clipped, those of tokens that do not occur are 0;
+    occurs: (V,) bool.
+
+    A first column fills each row up to the same length, so that a norm leaves it as it is; it is
+    0.3 of the length at least, and serves the classifier as the constant of its regression. A
+    random rotation then spreads the coordinates over all columns, as AdamW treats columns apart.
+    """
+    lengths = coordinates.norm(dim=1, keepdim=True)
+    limit = torch.quantile(lengths[occurs], UNCLIPPED).clamp(min=1e-9)
+    kept = coordinates / torch.maximum(lengths, limit) * occurs[:, None]  # no longer than 1
+    rows = torch.zeros(len(kept), D)
+    rows[:, 1:1 + kept.shape[1]] = 0.95 * kept
     rows[:, 0] = (1 - rows.square().sum(1)).sqrt()
     rotation = torch.linalg.qr(torch.randn(D, D))[0]
     return D ** 0.5 * rows @ rotation
