@@ -19,24 +19,24 @@ import torch
 from engine.training import distributed
 
 MAX_TOKENS = 1 << 22  # tokens that are counted at most
-STRETCHES = 16        # of a longer text so many stretches are counted, evenly spaced; that pairs
-                      # across their borders are counted too makes no difference
-DISCOUNT = 0.75       # occurrences of each seen pair that are given to the pairs that were not seen
+STRETCHES = 16        # a longer text is counted in this many evenly spaced stretches; the pairs
+                      # across their borders are too few to matter
+DISCOUNT = 0.75       # occurrences taken from each seen pair and shared out among all b
 ITERATIONS = 4        # of the subspace that holds the coordinates
 MARGIN = 16           # vectors of the subspace beyond the coordinates, for faster convergence
 MAX_COORDINATES = 255  # more would take minutes for a large model
-UNCLIPPED = 0.9       # part of the rows whose coordinates are not clipped
-RIDGE = 1e-3          # of the regression that finds the classifier, relative to the variance
+UNCLIPPED = 0.9       # part of the occurring tokens whose coordinates are not shortened
+RIDGE = 1e-3          # of the regression for the classifier; 1: the mean square of a column
 
 
 class LogRatios:
     """
     log(p(b | a) / p(b)) for all pairs of tokens (a, b), where b stands at a fixed distance from a:
     a matrix (V, V). It is stored as one number for each row, that of the pairs that were not seen,
-    plus a sparse matrix of what the seen ones differ from it.
+    plus a sparse matrix of the differences of the seen pairs from it.
 
-    p(b | a) is estimated by absolute discounting: each seen pair gives DISCOUNT occurrences, and
-    each token a one more, to all tokens b in proportion to their frequency.
+    p(b | a) is estimated by absolute discounting: DISCOUNT occurrences of each seen pair, and one
+    more of each a, are shared out among all b in proportion to their frequency.
     https://doi.org/10.1006/csla.1994.1001
 
     firsts, seconds: (n,) int64, a and b of each place of the text; frequency: (V,) float32, p(b).
@@ -66,8 +66,8 @@ class LogRatios:
 
 def start_tables(model, tokens):
     """
-    Set the embedding and the classifier of a Transformer, which do not share their weights, from
-    the tokens (N,) of its training text. The master computes them, with PyTorch's default
+    Set the embedding and the classifier of an untied Transformer from the tokens (N,) of its
+    training text. The master computes them, with PyTorch's default
     generator; all processes get copies.
     """
     started = time.monotonic()
@@ -104,7 +104,7 @@ def tables(tokens, V, D):
 
 
 def sampled(tokens):
-    """Return the tokens (N,), or MAX_TOKENS of them in STRETCHES that are evenly spaced."""
+    """Return the tokens (N,), or MAX_TOKENS of them in evenly spaced STRETCHES."""
     if len(tokens) <= MAX_TOKENS:
         return tokens
     length = MAX_TOKENS // STRETCHES
@@ -114,14 +114,14 @@ def sampled(tokens):
 
 def coordinates(ratios, weight, count):
     """
-    Return the largest `count` principal coordinates of all LogRatios side by side, (V, count), or
-    (V, V) if V < count. Rows and columns are weighted by frequency. ratios: a tuple of LogRatios;
-    weight: (V, 1), the frequencies.
+    Return the `count` principal coordinates of largest variance of all LogRatios side by side,
+    (V, count), or (V, V) if V < count. Rows and columns are weighted by frequency. ratios: a tuple
+    of LogRatios; weight: (V, 1), the frequencies.
     """
     root = weight.sqrt()
 
     def squared_times(x):
-        """Return A A^T x, where A is the weighted matrix, V rows and V columns of each ratio."""
+        """Return A A^T x, where A (V, V times len(ratios)) is the weighted matrix."""
         x = root * x
         return root * sum(r.times(weight * r.transposed_times(x)) for r in ratios)
 
@@ -137,13 +137,14 @@ def coordinates(ratios, weight, count):
 
 def rows_of(coordinates, occurs, D):
     """
-    Return rows (V, D) of length sqrt(D) with these coordinates (V, n), n < D, all scaled by the
-    same factor. Those of the longest rows are clipped, those of tokens that do not occur are 0;
-    occurs: (V,) bool.
+    Return rows (V, D) of length sqrt(D) from coordinates (V, n), n < D. All coordinates share one
+    scale, but those of the longest rows are shortened, and those of tokens that do not occur are 0,
+    so that these tokens share one row. occurs: (V,) bool.
 
-    A first column fills each row up to the same length, so that a norm leaves it as it is; it is
-    0.3 of the length at least, and serves the classifier as the constant of its regression. A
-    random rotation then spreads the coordinates over all columns, as AdamW treats columns apart.
+    A first column fills each row up to the same length, so that the model's norms do not change
+    the row. The column is at least 0.3 of the length, and serves the classifier as the constant of
+    its regression. A random rotation then spreads the coordinates over all columns, as AdamW treats
+    columns apart.
     """
     lengths = coordinates.norm(dim=1, keepdim=True)
     limit = torch.quantile(lengths[occurs], UNCLIPPED).clamp(min=1e-9)

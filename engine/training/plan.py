@@ -38,8 +38,7 @@ EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
                             # characters learn more than bytes or pieces
-TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables don't memorize it sooner than
-                           # one does
+TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables memorize it no sooner than one
 LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
 GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
                       # below, it still waits for kernel launches
@@ -210,11 +209,11 @@ def shape_of_width(config, given, dim, size):
     sequences = max(1, round(tokens / context))
     passes = math.ceil(sequences / MAX_SEQUENCES)
 
-    tied = (True, "embedding and classifier share a table: two would memorize so short a text")
-    known = known_vocab_size(config)
-    teaches_pairs = size >= TWO_TABLES_FROM and (not known or has_many_tokens(known, dim))
+    tied = (True, "embedding and classifier share a table, so as not to memorize the text")
+    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: large enough
+    teaches_pairs = size >= TWO_TABLES_FROM and (not vocab_size or has_many_tokens(vocab_size, dim))
     if config.bigram_start or is_ample or teaches_pairs:
-        tied = (False, "embedding and classifier learn more as two tables from this much text")
+        tied = (False, "embedding and classifier learn more as two tables")
     plan = {"dim": (dim, "the widest that is tried"),
             "n_layers": (layers, "few: a short training gains more from width than from depth"),
             "n_heads": (heads, f"{dim // heads} dimensions each"),
@@ -279,7 +278,7 @@ def has_ample_text(dim, n_layers, size):
 def has_many_tokens(vocab_size, dim):
     """
     Return whether a vocabulary is so large for the width that its tables should begin with counts
-    of pairs: characters, 65 in 128 dimensions, learn more from random ones.
+    of pairs; 65 characters in 128 dimensions learn more from random tables.
     """
     return vocab_size >= 4 * dim
 
@@ -340,11 +339,11 @@ def plan_length(config, given, meta, setup):
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
     written = distill.written_tokens(config, meta)  # read beside the text
-    regularized = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
+    text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
-    begins = config.bigram_start
+    begins_with_counts = config.bigram_start
     if "bigram_start" not in given:
-        begins = (not config.tie_embeddings and not resume.is_fine_tuning(config)
+        begins_with_counts = (not config.tie_embeddings and not resume.is_fine_tuning(config)
                   and has_many_tokens(meta["vocab_size"], config.dim))
 
     read = f"{epochs:.3g} times the text"
@@ -359,14 +358,15 @@ def plan_length(config, given, meta, setup):
     eval_tokens = 3 / 2 * EVAL_FRACTION * steps * tokens_per_step(config)
     plan = {"max_iters": max_iters,
             "learning_rate": (rate, "falls with the width"),
-            "bigram_start": (begins, "the tables begin with the counts of neighbouring tokens"),
-            "embedding_lr_scale": (2.0 if config.tie_embeddings or begins else 4.0,
+            "bigram_start": (begins_with_counts,
+                             "the tables begin with the counts of neighbouring tokens"),
+            "embedding_lr_scale": (2.0 if config.tie_embeddings or begins_with_counts else 4.0,
                                    "embedding and classifier learn faster than the blocks"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
-            "dropout": (dropout_for(regularized), "grows with the number of epochs"),
-            "weight_decay": (decay_for(regularized, step_epochs, rate),
+            "dropout": (dropout_for(text_epochs), "grows with the number of epochs"),
+            "weight_decay": (decay_for(text_epochs, step_epochs, rate),
                              "grows with the number of epochs, more so for a small text"),
-            "weight_average": (average_for(regularized), "the fraction of the steps over which "
+            "weight_average": (average_for(text_epochs), "the fraction of the steps over which "
                                "weights are averaged, if the text is read often"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
             "eval_iters": (min(200, max(8, round(eval_tokens / EVAL_TOKENS))),
@@ -374,7 +374,7 @@ def plan_length(config, given, meta, setup):
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a new best; then the run returns to the best "
                               "weights and ends soon")}
-    if not begins:
+    if not begins_with_counts:
         del plan["bigram_start"]
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
