@@ -5,7 +5,7 @@ import torch
 from numpy.linalg import svd
 
 from engine.training import bigrams
-from tests.test_train import losses, run, weights
+from tests.test_train import losses, ranks, run, weights
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,16 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
     assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut", "--decay_lr=False").returncode == 0
     for name, weight in weights(folder, "uncut").items():
         assert torch.equal(weight, weights(folder, "cut")[name]), name
+
+
+def test_two_processes_begin_with_the_tables_of_one(folder):
+    """Sharded, so that each holds a part of what the master has computed."""
+    args = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=2", "--eval_interval=2", "--eval_iters=0"]
+    assert run(folder, *args, "--out_dir=one").returncode == 0
+    for done in ranks(folder, 2, *args, "--fsdp=True", "--out_dir=two"):
+        assert done.returncode == 0, done.stderr
+    for step, row in losses(folder, "one").items():
+        assert row[1] == pytest.approx(losses(folder, "two")[step][1], rel=1e-5)
 
 
 @pytest.mark.parametrize("words, expected", [
