@@ -268,6 +268,19 @@ def test_conversations_have_a_context_in_which_nearly_all_fit():
     assert context({"max_seq_len"}, max_seq_len=64) == context(masks={}, max_seq_len=64) == {}
 
 
+def test_a_step_that_seems_slow_is_measured_again(monkeypatch):
+    usual = planned(monkeypatch, 10_000_000, 5.0).dim
+    measured = []
+
+    def found(every):
+        measure = plan.step_seconds
+        monkeypatch.setattr(plan, "step_seconds",
+                            lambda *args: measured.append(1) or measure(*args) * (100 if len(measured) % every == 0 else 1))
+        return plan.plan_shape(knobs(minutes=5.0), set(), 10_000_000, SETUP)["dim"][0]
+
+    assert found(every=2) == usual and found(every=1) < usual
+
+
 def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.max_vocab_size, s.batch_size) == (48, 5, 600, 0, 3)
