@@ -2,12 +2,15 @@
 #   python train.py config/record.py
 #   how to beat it: doc/record.md
 #   text:       33 MB of stories, the same on every machine; with a network, --data=tinystories
-#   parameters: 2 x (4 x 64 x 64 + 3 x 64 x 192) + 64 x 1536 vocabulary = 0.21M
+#   parameters: 2 x (4 x 64 x 64 + 3 x 64 x 192) + 2 x 64 x 1536 vocabulary = 0.30M
 #   tokens:     6 sequences x 192 = 1152 a step, as many steps as a minute holds
 out_dir = "out/record"
 dim = 64
 n_layers = 2
 n_heads = 2
+tie_embeddings = False       # two tables, both begun with the counts of neighbouring tokens
+bigram_start = True
+embedding_lr_scale = 2.0
 max_seq_len = 192
 batch_size = 6
 max_minutes = 1.0            # the rate falls with the clock
