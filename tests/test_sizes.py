@@ -242,6 +242,7 @@ def test_a_text_of_half_a_megabyte_and_more_has_two_tables_that_begin_with_count
     assert found(long, "bigram_start") == (False, False, 4.0)
     assert not planned(monkeypatch, 10_000, 1.0, bigram_start=True).tie_embeddings
     assert planned(monkeypatch, 600_000, 20.0, vocab_source="char").tie_embeddings
+    assert planned(monkeypatch, 600_000, 20.0, bigram_start=False).tie_embeddings
     meta["vocab_size"] = 100
     assert found(long) == (False, False, 4.0)
     meta["vocab_size"] = 1000

@@ -219,9 +219,11 @@ def shape_of_width(config, given, dim, size):
     passes = math.ceil(sequences / MAX_SEQUENCES)
 
     tied = (True, "embedding and classifier share a table, so as not to memorize the text")
-    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: large enough
-    teaches_pairs = size >= TWO_TABLES_FROM and (not vocab_size or has_many_tokens(vocab_size, dim))
-    if config.bigram_start or is_ample or teaches_pairs:
+    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: a new, large enough one
+    begins_with_counts = config.bigram_start
+    if "bigram_start" not in given and size >= TWO_TABLES_FROM:
+        begins_with_counts = not vocab_size or has_many_tokens(vocab_size, dim)
+    if begins_with_counts or is_ample:
         tied = (False, "embedding and classifier learn more as two tables")
     plan = {"dim": (dim, "the widest that is tried"),
             "n_layers": (layers, "few: a short training gains more from width than from depth"),
@@ -353,7 +355,7 @@ def plan_length(config, given, meta, setup):
     begins_with_counts = config.bigram_start
     if "bigram_start" not in given:
         begins_with_counts = (not config.tie_embeddings and not resume.is_fine_tuning(config)
-                  and has_many_tokens(meta["vocab_size"], config.dim))
+                              and has_many_tokens(meta["vocab_size"], config.dim))
 
     read = f"{epochs:.3g} times the text"
     if epochs <= 1:

@@ -35,7 +35,7 @@ def resolve(config, device, prepare, build):
     if config.embedding_noise and config.lora_rank:
         fail("--embedding_noise and --lora_rank: expected one of them; LoRA leaves the embedding "
              "as it is")
-    if config.bigram_start and start and not resuming:
+    if config.bigram_start and start and not (resuming or config.eval_only):
         fail(f"bigram_start is True with a model to fine-tune, {start}, whose tables it would "
              f"replace; expected --bigram_start=False")
     changes, clock, imported, template = [], progress.NO_LIMIT, None, ""

@@ -69,7 +69,7 @@ def checked_args(config, args, dataset):
     """
     if args.problem():
         fail(args.problem())
-    if config.bigram_start and args.tied:
+    if config.bigram_start and args.tied and not config.eval_only:
         fail("bigram_start is True with one table, expected --tie_embeddings=False beside it: a "
              "table of its own for the classifier")
     for split in ("train", "val"):
