@@ -41,7 +41,8 @@ from engine.text.packing import BEGINS
 from engine.text.prepare import source_files
 from engine.tracking.redact import redact
 from engine.training import (bigrams, checkpoint, costs, distill, distributed, hardware, load, lora,
-                             mode, plan, progress, repeat, result, resume, run_folder, supervisor)
+                             mode, plan, previous_tokens, progress, repeat, result, resume,
+                             run_folder, supervisor)
 from engine.training.distributed import say
 from engine.training.resolve import resolve
 from engine.training.seeds import train_all as train_all_seeds
@@ -469,8 +470,10 @@ def main(config, steps=math.inf):
     model = lora.build(args, setup.lora, device)
     model.bos_id = dataset.separator if document_mask else None
     model.recompute = activation_checkpointing
-    if bigram_start and not found.start:
-        bigrams.start_tables(model, dataset.train)
+    if not found.start:
+        if bigram_start:
+            bigrams.start_tables(model, dataset.train)
+        previous_tokens.start_heads(model, rows_are_random=not bigram_start)
     if fsdp and distributed.world > 1:
         distributed.shard(model)
     opt = make_optimizer(model, config)

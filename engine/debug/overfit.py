@@ -81,7 +81,7 @@ def advice(losses, lowest, goal, changes):
                 f"and the rate, which may be too high")
     if end > 0.95 * lowest[1]:
         return (f"no better than from the last token alone ({lowest[1]:.2f}): look at the "
-                f"attention, its mask and positions")
+                f"attention, its mask and positions, and the rate, which may be too high")
     return ("the loss falls, but not to the end: look at the rate (too high or too low?), at "
             "capacity, a limit on the logits, a mask that hides too much, a frozen layer")
 
