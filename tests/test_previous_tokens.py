@@ -62,6 +62,15 @@ def test_with_rows_that_begin_with_counts():
     check(model, torch.from_numpy(tokens[:96].astype(int)), [1, 2, None, None])
 
 
+@pytest.mark.parametrize("n_heads", [1, 2, 3])
+def test_few_heads_begin_at_random_beside_rows_that_begin_with_counts(n_heads):
+    torch.manual_seed(1)
+    model = ModelArgs(**WIDE | {"dim": 96, "n_heads": n_heads}, tied=False).build()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    previous_tokens.start_heads(model, rows_are_random=False)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
 def test_what_is_added_to_the_rows_of_a_shared_table_changes_no_probability():
     torch.manual_seed(1)
     model = ModelArgs(**WIDE).build()

@@ -25,7 +25,8 @@ RIDGE = 1e-3   # strength of the ridge in vector_of_product_one, relative to the
 def start_heads(model, rows_are_random):
     """
     Start heads in the first block of an untrained Transformer: half of them, but at least 2, at
-    most MAX_HEADS, and no more than there are heads or earlier positions.
+    most MAX_HEADS, and no more than there are heads or earlier positions. A model of fewer than
+    four heads starts none if its rows begin with counts: it needs its heads for copying names.
 
     A constant query and a constant key are added to what the random weights compute. They are
     biases if the model has them. Otherwise the weights compute them from what all normed rows of
@@ -36,7 +37,7 @@ def start_heads(model, rows_are_random):
     """
     args, attention = model.args, model.layers[0].attention
     count = min(max(2, args.n_heads // 2), MAX_HEADS, args.n_heads, args.max_seq_len - 1)
-    if count < 1:
+    if count < 1 or (args.n_heads < 4 and not rows_are_random):
         return
     device = model.rope.device
     queries, key = queries_and_key(model.rope.cpu(), count)  # (count, Q), (Q,)
