@@ -252,6 +252,9 @@ class Transformer(nn.Module):
         them. At first, each head thus adds to the residual stream a projection of the vectors that
         it attends to. That rewards attending to the right token from the first step on.
         doc/lab/recipe.md
+
+        train.py then changes the tables (engine/training/bigrams.py) and some heads
+        (engine/training/previous_tokens.py).
         """
         residual_std = 0.02 / math.sqrt(2 * self.args.n_layers)
         for name, p in self.named_parameters():

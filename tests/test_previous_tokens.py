@@ -1,4 +1,4 @@
-"""Heads that begin by attending to a fixed earlier token: their attention by transformers, and in a training of two processes."""
+"""Heads that begin by attending to a fixed distance: their attention by transformers."""
 import pytest
 import torch
 
@@ -6,7 +6,7 @@ from engine.training import bigrams, previous_tokens
 from model import ModelArgs
 from tests.test_bigrams import markov_chain
 from tests.test_model import twin
-from tests.test_train import losses, ranks, run
+from tests.test_train import losses, ranks, run, weights
 
 WIDE = dict(dim=128, n_layers=2, n_heads=4, vocab_size=300, max_seq_len=96)
 # The distance of each head of the first block; None: as it was drawn.
@@ -15,11 +15,12 @@ SHAPES = {"four heads": (WIDE, [1, 2, None, None]),
           "one head": (WIDE | {"n_heads": 1}, [1]),
           "eight heads": (WIDE | {"n_heads": 8}, [1, 2, 3, 4, None, None, None, None]),
           "twelve heads": (WIDE | {"dim": 192, "n_heads": 12}, [1, 2, 3, 4, *8 * [None]]),
-          "groups": (WIDE | {"n_heads": 6, "n_kv_heads": 3, "dim": 192}, [1, None, 2, None, 3, None]),
+          "groups": (WIDE | {"n_heads": 6, "n_kv_heads": 3, "dim": 192},
+                     [1, None, 2, None, 3, None]),
           "one head of keys": (WIDE | {"n_heads": 4, "n_kv_heads": 1}, [1, 2, None, None]),
           "biases": (WIDE | {"qkv_bias": True, "n_heads": 8, "n_kv_heads": 4, "rope_theta": 50.0},
                      [1, None, 2, None, 3, None, 4, None]),
-          "a long context": (WIDE | {"max_seq_len": 512, "rope_theta": 500_000.0}, [1, 2, None, None]),
+          "a long context": (WIDE | {"max_seq_len": 512, "rope_theta": 5e5}, [1, 2, None, None]),
           "two tables": (WIDE | {"tied": False}, [1, 2, None, None])}
 
 
@@ -32,7 +33,7 @@ def attention_of(model, tokens):
 
 
 def check(model, tokens, distances):
-    """Each head with a distance attends to it at all positions; another one to no position much more than to others."""
+    """Each head with a distance attends to it everywhere; another one to no position most."""
     attention = attention_of(model, tokens)
     for head, distance in enumerate(distances):
         if distance:
@@ -77,7 +78,7 @@ def test_what_is_added_to_the_rows_of_a_shared_table_changes_no_probability():
     before = model.tok_embeddings.weight.detach().clone()
     previous_tokens.start_heads(model, rows_are_random=True)
     after, x = model.output.weight.detach(), torch.randn(10, 128)
-    assert after is not before and (after - before).norm() > before.norm() / 2
+    assert (after - before).norm() > before.norm() / 2
     assert torch.allclose((x @ before.T).softmax(1), (x @ after.T).softmax(1), atol=1e-6)
 
 
@@ -91,15 +92,19 @@ def test_a_context_of_one_token_and_of_two():
         assert torch.equal(before, model.layers[0].attention.wq.weight) != begin
 
 
-def test_a_new_model_begins_so_and_a_resumed_one_does_not(tmp_path):
-    """Two processes begin with the same weights as one, whose first loss they have; a resumed run goes on from its own weights."""
+def test_a_training_begins_so(tmp_path):
+    """Two processes begin with the weights of one; a resumed run goes on from its own weights."""
     text = " ".join(f"{n} and {n}, then {n * n}." for n in range(3000))
     (tmp_path / "my.txt").write_text(text)
-    words = ["--data=my.txt", "--max_iters=4", "--eval_interval=2", "--eval_iters=0", "--decay_lr=False"]
+    words = ["--data=my.txt", "--max_iters=4", "--eval_interval=2", "--eval_iters=0",
+             "--decay_lr=False"]
     assert run(tmp_path, *words, "--out_dir=one").returncode == 0
     for done in ranks(tmp_path, 2, *words, "--fsdp=True", "--out_dir=two"):
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path, "two")[0][1] == pytest.approx(losses(tmp_path, "one")[0][1], rel=1e-6)
+    # The rows of a new table have half of their energy in common, those of a random one nothing.
+    rows = weights(tmp_path, "one")["tok_embeddings.weight"]
+    assert rows.mean(0).norm() > 0.4 * rows.norm() / len(rows) ** 0.5
     assert run(tmp_path, *words, "--max_iters=2", "--out_dir=cut").returncode == 0
     assert run(tmp_path, *words, "--out_dir=cut").returncode == 0
     assert losses(tmp_path, "cut")[4][1] == losses(tmp_path, "one")[4][1]

@@ -16,8 +16,9 @@ import torch
 from engine.training import distributed
 
 MAX_HEADS = 4  # the more heads start this way, the fewer are free for other patterns
-SCORE = 20.0   # attention score at a head's distance; all other distances together usually get 5 to
-               # 20 % of the attention, enough for the head to learn something else
+SCORE = 20.0   # attention score at a head's distance. All other distances together usually get 2 to
+               # 20 % of the attention then. With 30 and a context of 32 they get so little that the
+               # trainer warns of exploded scores.
 RIDGE = 1e-3   # strength of the ridge in vector_of_product_one, relative to the mean square of a
                # column
 
@@ -26,7 +27,8 @@ def start_heads(model, rows_are_random):
     """
     Start heads in the first block of an untrained Transformer: half of them, but at least 2, at
     most MAX_HEADS, and no more than there are heads or earlier positions. A model of fewer than
-    four heads starts none if its rows begin with counts: it needs its heads for copying names.
+    four heads starts none if its rows begin with counts, because config/record.py, with two heads,
+    learns less with them.
 
     A constant query and a constant key are added to what the random weights compute. They are
     biases if the model has them. Otherwise the weights compute them from what all normed rows of
