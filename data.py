@@ -140,6 +140,14 @@ class Dataset(Prepared):
         x, y = read_windows(self.read_from, starts, self.seq_len, lengths, self.window_bos)
         return tuple(t.pin_memory() if self.pinned else t for t in self.checked(x, y))
 
+    def places(self, step):
+        """
+        Return where the targets of make_batch(step) stand in the tokens that are read, (n, seq_len)
+        int64.
+        """
+        starts, _ = self.windows(step)
+        return (starts[:, None] + 1 + np.arange(self.seq_len)) % len(self.read_from)
+
     def windows(self, step, whole=False):
         """Return (starts, lengths) of slice_windows for the windows of make_batch."""
         first = sequences_before(step, self.global_batch, self.resumed_at)

@@ -170,7 +170,7 @@ embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is a
 teacher = ""                # distillation: learn the predictions of these models, for the text and
                             # for text that they write; paths separated by commas, or a folder that
                             # --seeds has made. auto: train three with other seeds first, in
-                            # out/<data>-teachers
+                            # out/<data>-teachers. ngrams: learn what n-grams of the text predict
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
@@ -213,6 +213,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
+    places = t.dataset.places(step) if t.teachers else None
     # Targets of a process on average: each micro-batch has its share of them as weight in the loss,
     # which is then the mean over all targets of the global batch.
     targets = distributed.total((y >= 0).sum().item()) / distributed.world
@@ -231,7 +232,8 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
             with span("forward"), t.amp:
                 if t.teachers:
-                    loss = distill.loss(t.network, t.teachers, xb, yb, documents) * share
+                    rows = places[i * batch_size:(i + 1) * batch_size]
+                    loss = distill.loss(t.network, t.teachers, xb, yb, rows, documents) * share
                 else:
                     loss = t.network(xb, yb, documents=documents)[1] * share
             with span("backward"):  # outside autocast, which would downcast the float32 reductions
@@ -461,9 +463,10 @@ def main(config, steps=math.inf):
         estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
     # ---- teachers of a distillation --------------------------------------------------------------
-    teachers = [] if eval_only else load.load_teachers(config, dataset, device)
-    if teachers and (written := distill.written_tokens(config, dataset.meta)):
-        dataset.read_beside(distill.written_text(teachers, dataset, written, cache))
+    teachers = None
+    if teacher and not eval_only:
+        models = load.load_teachers(config, dataset, device)
+        teachers = distill.assemble(models, config, dataset)
 
     # ---- model and optimizer ---------------------------------------------------------------------
     torch.manual_seed(seed)

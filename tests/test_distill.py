@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.training import distill
+from engine.training import distill, validate
 from model import ModelArgs
 from tests.test_repeat import SMALL, run
 from tests.test_train import folder, rows  # noqa: F401
@@ -29,7 +29,7 @@ def test_the_loss_and_its_gradient_are_those_of_soft_targets():
     student, *teachers = models(4)
     x, y = torch.randint(50, (2, 3, 16))
     y[0, 5:] = -1
-    loss = distill.loss(student, teachers, x, y)
+    loss = distill.loss(student, distill.Teachers(teachers, None), x, y, None)
     loss.backward()
     found = [p.grad.clone() for p in student.parameters()]
     student.zero_grad()
@@ -46,7 +46,7 @@ def test_the_loss_and_its_gradient_are_those_of_soft_targets():
 def test_a_batch_without_targets_has_no_loss_and_no_gradient():
     student, teacher = models(2)
     x = torch.randint(50, (2, 16))
-    loss = distill.loss(student, [teacher], x, torch.full_like(x, -1))
+    loss = distill.loss(student, distill.Teachers([teacher], None), x, torch.full_like(x, -1), None)
     loss.backward()
     assert loss.item() == 0 and all(not p.grad.any() for p in student.parameters())
 
@@ -57,7 +57,7 @@ def test_of_one_teacher_that_knows_the_text_the_loss_is_the_usual_one():
     with torch.no_grad():
         y = sure(x, every=1)[0].argmax(-1)
         sure.output.weight.mul_(1e4)
-    assert distill.loss(student, [sure], x, y).item() == pytest.approx(student(x, y)[1].item(), rel=1e-5)
+    assert distill.loss(student, distill.Teachers([sure], None), x, y, None).item() == pytest.approx(student(x, y)[1].item(), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,18 @@ def test_a_run_with_teachers_goes_on_bit_for_bit_and_is_repeated(trained):
     assert 0 <= size - meta["train_bytes"] - meta["val_bytes"] <= 2  # the space between them
     done = run(trained, *WORDS, "--teacher=first", "--out_dir=whole", code=2)
     assert "teacher" in done.stderr
+
+
+def test_a_run_that_ngrams_teach_goes_on_bit_for_bit_and_is_repeated(trained):
+    words = [*WORDS, "--teacher=ngrams", "--decay_lr=False"]
+    run(trained, *words, "--out_dir=ngrams")
+    run(trained, *words, "--out_dir=ngrams-parts", "--max_iters=6")
+    run(trained, *words, "--out_dir=ngrams-parts")
+    run(trained, "ngrams/config.json")
+    last = [{name: rows(trained, out)[-1][name] for name in ("loss/train", "loss/val", "bpb/val", "grad/norm")}
+            for out in ("ngrams", "ngrams-parts", "ngrams-repeat")]
+    assert last[0] == last[1] == last[2]
+    assert last[0]["loss/val"] != rows(trained, "first")[-1]["loss/val"]
 
 
 def text(separator, window_bos):
@@ -141,11 +153,24 @@ def test_what_a_teacher_writes_has_the_frequencies_that_it_predicts():
     (["--teacher=first", "--vocab_source=char"], "--teacher=first: has another vocabulary than my.txt, expected the same"),
     (["--teacher=first", "--overfit=4"], "--overfit and --teacher: expected one of them"),
     (["--teacher=my.txt"], "my.txt"),
+    (["--teacher=ngrams", "--overfit=4"], "--overfit and --teacher: expected one of them"),
     (["--teacher=,"], "--teacher=,: names no model; expected paths, separated by commas"),
 ])
 def test_what_cannot_teach_is_refused(trained, words, said):
     done = run(trained, *WORDS, "--out_dir=refused", *words, code=2)
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ngrams_teach_neither_a_large_vocabulary_nor_conversations(trained, tmp_path, capsys):
+    meta = {"train_tokens": 900, "vocab_size": 32_000}
+    with pytest.raises(SystemExit):
+        validate.checked_args(SimpleNamespace(teacher="ngrams", data="my.txt", bigram_start=False), ModelArgs(vocab_size=32_000),
+                              SimpleNamespace(meta=meta))
+    assert "--teacher=ngrams: my.txt has 900 tokens of a vocabulary of 32,000; expected a text" in capsys.readouterr().err
+    turns = [[{"role": "user", "content": f"a cat {n}"}, {"role": "assistant", "content": f"a dog {n}"}] for n in range(300)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    done = run(tmp_path, "--data=chat.jsonl", *SMALL, "--vocab_source=byte", "--teacher=ngrams", code=2)
+    assert "expected a text, no conversations" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_vocabulary_is_the_teachers(trained):

@@ -146,6 +146,19 @@ def test_weights_are_averaged_where_a_text_is_read_often(monkeypatch):
     assert average(0.01) == 0 < average(5.0) < 1 and average(5.0, "weight_average") is None
 
 
+def test_ngrams_teach_where_a_text_is_read_often(monkeypatch):
+    def teacher(minutes, *given, size=90_000, **meta):
+        meta = {"train_tokens": 33_000, "train_bytes": size, "vocab_size": 512} | meta
+        s = planned(monkeypatch, size, minutes)
+        found = plan.values(plan.plan_length(s, set(given), meta, SETUP)[1])
+        return found.get("teacher"), "early_stop" in found
+
+    assert teacher(0.01) == (None, True) and teacher(5.0) == ("ngrams", True)
+    assert teacher(5.0, size=60_000) == ("ngrams", False)  # which also write; the text alone may be learned by heart
+    assert teacher(5.0, "teacher")[0] is None
+    assert teacher(5.0, vocab_size=32_000)[0] is None and teacher(5.0, chat_template="chatml")[0] is None
+
+
 def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(monkeypatch):
     """Near what was best in doc/lab/own_text.md: 0.4 for 160 x 2 of a megabyte, 1 for 100 kB that are read often, less for 7 times."""
     def decay(size, epochs):

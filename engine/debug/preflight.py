@@ -88,7 +88,7 @@ class CheckContext:
         # model has it as bos_id, which is None without document_mask.
         dataset = SimpleNamespace(separator=self.model.bos_id)
         accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # replaces SpikeDetector
-        t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset, teachers=())
+        t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset, teachers=None)
         return self.train_step(t, step, *(batch or self.small), accept_all, UpdateNorms(self.model))
 
     def document(self, T):

@@ -1,14 +1,18 @@
 """
---teacher: distillation. The model (the student) minimizes the cross-entropy with the mean of its
-teachers' next-token probabilities, instead of that with the text's tokens.
-https://arxiv.org/abs/1503.02531
+--teacher: distillation. The model (the student) minimizes the cross-entropy with what its teachers
+predict, instead of that with the text's tokens. https://arxiv.org/abs/1503.02531
 
 Teachers that have memorized a small text predict it almost with certainty, which adds little to the
-text itself. So the student is also trained on text that is sampled from the teachers. Measurements:
-doc/lab/own_text.md
+text itself. So the student is also trained on text that is sampled from the teachers, and n-grams
+(ngrams.py) are one more teacher. --teacher=ngrams has no other: what the n-grams predict is then
+mixed with the tokens of the training text, and is all that is known of text they have written.
+
+Measurements: doc/lab/own_text.md
 """
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,21 +22,63 @@ from configurator import fail
 from engine.files import replacing
 from engine.text.prepare import errors_in_one_line
 from engine.training import distributed
+from engine.training.ngrams import MAX_VOCAB, Ngrams
 from engine.untrusted import reading
 
-WRITTEN_PER_TOKEN = 8  # tokens that the teachers write for each token of the training text
-MAX_WRITTEN = 1 << 19  # max tokens that they write; for a longer training text they write nothing
+NGRAMS_ALONE = "ngrams"  # the value of --teacher without models
+MAX_TOKENS = 1 << 19   # max tokens of a training text for which teachers write, and which n-grams
+                       # count; also the most that they write
+MODELS_WRITE = 8       # tokens that models write for each token of the training text
+NGRAMS_WRITE = 4       # tokens that n-grams alone write for each token of the training text,
+NGRAMS_WRITE_BELOW = 70_000  # if that has fewer bytes; a larger one teaches more than they do
 PROMPT = 8             # max tokens of the training text that begin each written text
 ROWS = 256             # texts that a teacher writes at once
 SEED = 1337            # of the sampling
+NGRAMS_SHARE = 0.35    # of the n-grams in a target; the rest is from the models or, without models,
+                       # the token of the training text
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """
+    models: Transformers, [] for --teacher=ngrams; ngrams: Ngrams that count the training text and
+    predict it and the written text, or None.
+    """
+    models: list
+    ngrams: Any
+
+    @torch.no_grad()
+    def probabilities(self, x, places, documents=None):
+        """
+        Return the probabilities of the token after each of x (B, T): (B T, V) float32. places: the
+        index of that token in training text and written text, (B, T) of numpy, for the n-grams.
+        """
+        share = NGRAMS_SHARE
+        if self.models:
+            total = 0
+            for model in self.models:
+                logits, _ = model(x, every=1, documents=documents)
+                total = total + logits.flatten(0, 1).float().softmax(-1)
+            target = total / len(self.models)
+        else:
+            tokens = torch.from_numpy(self.ngrams.tokens[places.flatten()])
+            target = F.one_hot(tokens, self.ngrams.V).float().to(x.device)
+            is_written = torch.from_numpy(places.flatten() >= self.ngrams.counted)
+            share = torch.where(is_written, 1.0, NGRAMS_SHARE)[:, None].to(x.device)
+        if self.ngrams is None:
+            return target
+        by_ngrams = torch.from_numpy(self.ngrams.probabilities(places.flatten())).to(x.device)
+        return target + share * (by_ngrams - target)
 
 
 def paths(teacher):
     """
-    Return the paths of the models that the setting `teacher` names, separated by commas. A folder
-    that --seeds has made is replaced by the runs in it, seed1, seed2, ...
+    Return the paths of the models that the setting `teacher` names, separated by commas; none for
+    NGRAMS_ALONE. A folder that --seeds has made is replaced by the runs in it.
     """
     found = []
+    if teacher == NGRAMS_ALONE:
+        return found
     for path in filter(None, map(str.strip, teacher.split(","))):
         runs = [str(run) for run in sorted(Path(path).glob("seed[0-9]*")) if run.is_dir()]
         found += runs or [path]
@@ -41,51 +87,71 @@ def paths(teacher):
 
 def written_tokens(config, meta):
     """
-    Return how many tokens the teachers write before a training; meta: meta.json of its text. The
-    length of the training does not matter, as it may change when the run is resumed.
+    Return how many tokens the teachers write before a training, 0 if its text is large; meta:
+    meta.json of the text. The length of the training does not matter, as it may change when the run
+    is resumed.
     """
-    n = meta["train_tokens"]
-    return min(WRITTEN_PER_TOKEN * n, MAX_WRITTEN) if config.teacher and n <= MAX_WRITTEN else 0
+    n, per_token = meta["train_tokens"], MODELS_WRITE
+    if config.teacher == NGRAMS_ALONE:
+        per_token = NGRAMS_WRITE if meta["train_bytes"] < NGRAMS_WRITE_BELOW else 0
+    return min(per_token * n, MAX_TOKENS) if config.teacher and n <= MAX_TOKENS else 0
 
 
-def loss(network, teachers, x, y, documents=None):
+def ngrams_can_teach(meta):
     """
-    Return the mean cross-entropy in nats between the mean of the teachers' probabilities and those
-    of the network, 0 without targets. x: (B, T) tokens; y: (B, T), of which only the sign matters:
-    positions with y < 0 have no target; documents: see Transformer.forward.
+    Return whether n-grams can be a teacher for the text of this meta.json. They can't for rows of
+    conversations, whose targets have no places in a text.
     """
-    with torch.no_grad():
-        target = mean_probabilities(teachers, x, documents)  # (B T, V)
+    return (meta["train_tokens"] <= MAX_TOKENS and meta["vocab_size"] <= MAX_VOCAB
+            and "chat_template" not in meta)
+
+
+def assemble(models, config, dataset):
+    """
+    Return the Teachers of a training. models: Transformers, [] for --teacher=ngrams. For a small
+    text they first write more, which the dataset then reads, too: see written_tokens.
+    """
+    meta, n, ngrams = dataset.meta, len(dataset.train), None
+    if written := written_tokens(config, meta):
+        if models:
+            dataset.read_beside(cached_text(models, dataset, written, config.cache))
+        else:  # not kept in a file: it is written in a second, and is always the same
+            tokens = Ngrams(dataset.train, n, meta["vocab_size"]).write(written)
+            dataset.read_beside(tokens.astype(dataset.train.dtype))
+    if ngrams_can_teach(meta):  # else there are models: validate.checked_args
+        ngrams = Ngrams(dataset.read_from, n, meta["vocab_size"])
+    return Teachers(models, ngrams)
+
+
+def loss(network, teachers, x, y, places, documents=None):
+    """
+    Return the mean cross-entropy in nats between the probabilities of the teachers and those of the
+    network, 0 without targets. x: (B, T) tokens; y: (B, T), of which only the sign matters:
+    positions with y < 0 have no target; places: see Teachers.probabilities; documents: see
+    Transformer.forward.
+    """
+    target = teachers.probabilities(x, places, documents)  # (B T, V)
     logits, _ = network(x, every=1, documents=documents)  # (B, T, V)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), target, reduction="none")  # (B T,)
     has_target = y.flatten() >= 0
     return (losses * has_target).sum() / has_target.sum().clamp(min=1)
 
 
-def mean_probabilities(teachers, x, documents):
-    """Return the mean of the teachers' probabilities of the token after each of x: (B T, V)."""
-    total = 0
-    for teacher in teachers:
-        logits, _ = teacher(x, every=1, documents=documents)
-        total = total + logits.flatten(0, 1).float().softmax(-1)
-    return total / len(teachers)
+# ---- text that models write ----------------------------------------------------------------------
 
-
-# ---- text that the teachers write ----------------------------------------------------------------
-
-def written_text(teachers, dataset, n, folder):
+def cached_text(models, dataset, n, folder):
     """
-    Return n tokens or a few more that the teachers write, an array of the dataset's dtype. A file
+    Return n tokens, or some more, that the models write, an array of the dataset's dtype. A file
     in the cache, `folder`, keeps them, so that a resumed run reads the same tokens.
     """
     key = dataset.meta["fingerprint"], dataset.seq_len, n, PROMPT, ROWS, SEED
     digest = hashlib.sha256(repr(key).encode())
-    for teacher in teachers:
-        for tensor in teacher.state_dict().values():
+    for model in models:
+        for tensor in model.state_dict().values():
             digest.update(tensor.cpu().float().numpy().tobytes())
     path = Path(folder, "written", digest.hexdigest()[:16] + ".bin")
     with errors_in_one_line("--teacher", path.parent):
-        distributed.on_master(write_text, teachers, dataset, n, path)
+        distributed.on_master(write_text, models, dataset, n, path)
     with reading(path, "tokens that teachers have written", fail):
         tokens = np.fromfile(path, dataset.train.dtype)
         if len(tokens) < n:
@@ -94,21 +160,21 @@ def written_text(teachers, dataset, n, folder):
 
 
 @torch.no_grad()
-def write_text(teachers, dataset, n, path):
+def write_text(models, dataset, n, path):
     """
-    Write a file with at least n tokens. The teachers take turns, each for ROWS texts. Do nothing if
+    Write a file with at least n tokens. The models take turns, each for ROWS texts. Do nothing if
     the file exists.
     """
     if path.exists():
         return
-    distributed.say(f"teachers: {len(teachers)} write {n:,} tokens, which are trained on beside "
+    distributed.say(f"teachers: {len(models)} write {n:,} tokens, which are trained on beside "
                     f"the text; kept in {path}")
-    device = next(teachers[0].parameters()).device
+    device = next(models[0].parameters()).device
     generator = torch.Generator(device).manual_seed(SEED)
     total, batches = 0, []
     while total < n:
-        teacher = teachers[len(batches) % len(teachers)]
-        batches.append(sample_texts(teacher, dataset, generator, device))
+        model = models[len(batches) % len(models)]
+        batches.append(sample_texts(model, dataset, generator, device))
         total += len(batches[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as f:

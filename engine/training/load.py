@@ -163,9 +163,10 @@ def teachers_vocabulary(config, given):
     Return {setting: value} that a training takes from its first teacher: the vocabulary, unless it
     is given or the data are prepared.
     """
-    if not config.teacher or "vocab_source" in given or is_prepared(config.data):
+    paths = distill.paths(config.teacher)
+    if not paths or "vocab_source" in given or is_prepared(config.data):
         return {}
-    path = distill.paths(config.teacher)[0]
+    path = paths[0]
     vocabulary = read_model(checkpoint.origin(path))[2]
     if vocabulary is None:
         fail(f"--teacher={path}: holds no vocabulary; give it as --vocab_source=tokenizer.bin (or "

@@ -97,7 +97,7 @@ def own_settings(config):
         limit = min(windows, config.batch_size)
         rows = max(n for n in range(1, limit + 1) if windows % n == 0)
         return own | {"batch_size": rows, "gradient_accumulation_steps": windows // rows,
-                      "dropout": 0.0, "weight_decay": 0.0, "spike_z": 0.0}
+                      "dropout": 0.0, "weight_decay": 0.0, "spike_z": 0.0, "teacher": ""}
     if name == "lr_find":
         return own | {"spike_z": 0.0}
     if name == "dry_run":

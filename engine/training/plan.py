@@ -36,6 +36,7 @@ RESERVE = 0.03        # fraction of the time budget that is kept for what follow
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
+OFTEN = 10            # readings of a text from which on a model would rather learn it by heart
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
                             # characters learn more than bytes or pieces
 TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables memorize it no sooner than one
@@ -349,6 +350,10 @@ def plan_length(config, given, meta, setup):
     useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
+    is_taught = (epochs >= OFTEN and not config.teacher and distill.ngrams_can_teach(meta)
+                 and not resume.is_fine_tuning(config))
+    if is_taught and "teacher" not in given:
+        config = config.changed(teacher=distill.NGRAMS_ALONE)
     written = distill.written_tokens(config, meta)  # read beside the text
     text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
@@ -387,6 +392,8 @@ def plan_length(config, given, meta, setup):
                               "weights and ends soon")}
     if not begins_with_counts:
         del plan["bigram_start"]
+    if config.teacher == distill.NGRAMS_ALONE:
+        plan["teacher"] = config.teacher, "n-grams of the text say what else is likely"
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
     if written:
@@ -449,7 +456,7 @@ def average_for(epochs):
     Return weight_average. An average changes nothing where the falling rate itself averages; where
     a model memorizes the text as the rate falls, its average is ahead of it.
     """
-    return 0.15 if epochs >= 10 else 0.0
+    return 0.15 if epochs >= OFTEN else 0.0
 
 
 def decay_for(epochs, step_epochs, rate):
@@ -534,7 +541,8 @@ def limiting_factor(config, state, row, meta):
 def beyond_the_text(config, state, meta):
     """Return in words what lowers a loss that the text limits."""
     words = "more text lowers the loss, more time hardly"
-    if config.teacher or "chat_template" in meta or meta["train_tokens"] > distill.MAX_WRITTEN:
+    has_models = bool(distill.paths(config.teacher))
+    if has_models or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
         return words
     minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # three teachers, a student's two parts
     return f"{words}, unless teachers spend it: --teacher=auto --minutes={minutes}"

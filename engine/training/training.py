@@ -18,8 +18,8 @@ class Training:
     data.py; args: ModelArgs; model: the Transformer; network: the model as a training step calls
     it, wrapped for several processes or compiled; opt: an optim.CombinedOptimizer; amp: the
     autocast context; changes: [[setting, before, now]] of the settings that the user changed when
-    resuming; exports: whether model files are written besides checkpoints; teachers: the
-    Transformers whose predictions the model learns, of --teacher.
+    resuming; exports: whether model files are written besides checkpoints; teachers: a
+    distill.Teachers, whose predictions the model learns, None without --teacher.
     """
     config: Config
     record: dict
@@ -33,7 +33,7 @@ class Training:
     amp: Any
     changes: list
     exports: bool
-    teachers: Any = ()
+    teachers: Any = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from configurator import fail
 from engine.files import refuse_impossible_paths
 from engine.spans import spanned
 from engine.training import distill, distributed, lora, mode
+from engine.training.ngrams import MAX_VOCAB
 
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
               "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads", "seeds")
@@ -55,7 +56,7 @@ def check_settings(config):
     lora.parse_targets(config.lora_targets)
     if config.lora_rank and config.fsdp and distributed.world > 1:
         fail("--lora_rank and --fsdp: expected one of them; LoRA trains in copies (DDP)")
-    if config.teacher and not distill.paths(config.teacher):
+    if config.teacher not in ("", distill.NGRAMS_ALONE) and not distill.paths(config.teacher):
         fail(f"--teacher={config.teacher}: names no model; expected paths, separated by commas")
     mode.check(config)
     if config.fsdp and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
@@ -72,6 +73,10 @@ def checked_args(config, args, dataset):
     if config.bigram_start and args.tied and not config.eval_only:
         fail("bigram_start is True with one table, expected --tie_embeddings=False beside it: a "
              "table of its own for the classifier")
+    if config.teacher == distill.NGRAMS_ALONE and not distill.ngrams_can_teach(dataset.meta):
+        fail(f"--teacher=ngrams: {config.data} has {dataset.meta['train_tokens']:,} tokens of a "
+             f"vocabulary of {args.vocab_size:,}; expected a text, no conversations, of "
+             f"{distill.MAX_TOKENS:,} tokens at most and a vocabulary of {MAX_VOCAB:,} at most")
     for split in ("train", "val"):
         tokens = len(getattr(dataset, split))
         if tokens < config.max_seq_len and not dataset.masks:
