@@ -350,9 +350,10 @@ def plan_length(config, given, meta, setup):
     useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
-    is_taught = (epochs >= OFTEN and not config.teacher and distill.ngrams_can_teach(meta)
-                 and not resume.is_fine_tuning(config))
-    if is_taught and "teacher" not in given:
+    # Beside a GPU's steps, the CPU would take too long to compute what n-grams predict.
+    may_be_taught = ("teacher" not in given and not config.teacher and setup.device.type == "cpu"
+                     and distill.ngrams_can_teach(meta) and not resume.is_fine_tuning(config))
+    if may_be_taught and epochs >= OFTEN:
         config = config.changed(teacher=distill.NGRAMS_ALONE)
     written = distill.written_tokens(config, meta)  # read beside the text
     text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
