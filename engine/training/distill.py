@@ -3,9 +3,9 @@
 predict, instead of that with the text's tokens. https://arxiv.org/abs/1503.02531
 
 Teachers that have memorized a small text predict it almost with certainty, which adds little to the
-text itself. So the student is also trained on text that is sampled from the teachers, and n-grams
-(ngrams.py) are one more teacher. --teacher=ngrams has no other: what the n-grams predict is then
-mixed with the tokens of the training text, and is all that is known of text they have written.
+text itself. So the student also reads text that is sampled from them, and n-grams (ngrams.py) are
+one more teacher. With --teacher=ngrams they alone teach and write: a target is what they predict,
+mixed with the token itself in the training text.
 
 Measurements: doc/lab/own_text.md
 """
@@ -29,11 +29,11 @@ NGRAMS_ALONE = "ngrams"  # the value of --teacher without models
 MAX_TOKENS = 1 << 19   # max tokens of a training text for which teachers write, and which n-grams
                        # count; also the most that they write
 MODELS_WRITE = 8       # tokens that models write for each token of the training text
-NGRAMS_WRITE = 4       # tokens that n-grams alone write for each token of the training text,
-NGRAMS_WRITE_BELOW = 70_000  # if that has fewer bytes; a larger one teaches more than they do
-PROMPT = 8             # max tokens of the training text that begin each written text
-ROWS = 256             # texts that a teacher writes at once
-SEED = 1337            # of the sampling
+NGRAMS_WRITE = 4       # tokens that n-grams alone write for each token of the training text
+NGRAMS_WRITE_BELOW = 70_000  # bytes; of a larger training text they write nothing
+PROMPT = 8             # max tokens of the training text that begin each text of a model
+ROWS = 256             # texts that a model writes at once
+SEED = 1337            # of the models' sampling
 NGRAMS_SHARE = 0.35    # of the n-grams in a target; the rest is from the models or, without models,
                        # the token of the training text
 
@@ -118,7 +118,7 @@ def assemble(models, config, dataset):
         else:  # not kept in a file: it is written in a second, and is always the same
             tokens = Ngrams(dataset.train, n, meta["vocab_size"]).write(written)
             dataset.read_beside(tokens.astype(dataset.train.dtype))
-    if ngrams_can_teach(meta):  # else there are models: validate.checked_args
+    if ngrams_can_teach(meta):  # if not, validate.checked_args requires models
         ngrams = Ngrams(dataset.read_from, n, meta["vocab_size"])
     return Teachers(models, ngrams)
 
@@ -205,8 +205,8 @@ def sample_texts(teacher, dataset, generator, device):
 
 def prompts(dataset, generator, device):
     """
-    Return ROWS prompts of P tokens from random places of the training text, (ROWS, P); from
-    beginnings of documents if documents are short, so that windows of the training have some.
+    Return ROWS prompts of P tokens of the training text, (ROWS, P), from random places, or from
+    beginnings of documents if there are several and windows don't each begin with BOS.
     """
     P = max(1, min(PROMPT, dataset.seq_len - 1))
     places = np.arange(len(dataset.train) - P)

@@ -2,10 +2,10 @@
 What n-grams predict: interpolated Kneser-Ney, with one discount for each order.
 https://doi.org/10.1006/csla.1999.0128 (equations 15 and 17)
 
-A model learns rare tokens badly from a small text; n-grams predict them better. So they are one
-more teacher of a distillation (distill.py). They count the training text, and predict it and the
-text that the teachers have written. Where they predict the training text, the predicted place is
-left out of the counts, which would give its token away.
+A model knows a small text by heart before it predicts others like it as well as n-grams do. So they
+are one more teacher of a distillation (distill.py). They count the training text, and predict it
+and the text that the teachers have written. Where they predict the training text, the predicted
+place is left out of the counts, which would give its token away.
 
 The order of a context is its number of tokens. A pair is a context and a token that occurs after
 it. Shapes: N tokens, V vocabulary, n rows, each with a place of the tokens or a context.
@@ -24,11 +24,10 @@ class Order:
     first[c] to first[c + 1] - 1.
 
     context_of, pair_of: (N,), numbers of the context before each place and of the pair there.
-    token: (pairs,), of each pair. By count_pairs: count, (pairs,), how often it occurs in the
-    counted text; below the longest order, how many different tokens occur before it there;
-    counts_before, (pairs,), the sum of the counts of pairs with lower numbers; total, kinds,
-    (contexts,), sum of the counts of a context, and how many of them are not 0; discount, what is
-    taken from each count that is not 0 and given to shorter contexts.
+    token: (pairs,), of each pair. By count_pairs: count, (pairs,), how often it occurs in what
+    Ngrams passes, see there; counts_before, (pairs,), the sum of the counts of pairs with lower
+    numbers; total, kinds, (contexts,), sum of the counts of a context, and how many of them are not
+    0; discount, what is taken from each count that is not 0 and given to shorter contexts.
     """
 
     def __init__(self, context_of, tokens, V):
@@ -48,7 +47,7 @@ class Order:
         self.kinds = np.add.reduceat(self.count > 0, self.first[:-1], dtype=np.int64)
 
     def a_place_of_each(self):
-        """Return, for each counted pair, one place where it occurs."""
+        """Return one place of each counted pair; it may be in text that is not counted."""
         place = np.zeros(len(self.token), np.int64)
         place[self.pair_of] = np.arange(len(self.pair_of))
         return place[self.count > 0]
@@ -111,12 +110,13 @@ class Ngrams:
         rows, actual = np.arange(len(places)), self.tokens[places]
         found = np.zeros((len(places), self.V), np.float32)
         weight = np.ones(len(places))  # the probability that longer orders leave to this one
-        is_left_out = places < self.counted  # the place is taken off a count of this order
+        is_left_out = places < self.counted  # the place is 1 of its pair's count in this order
         for order in reversed(self.orders):
             context = order.context_of[places]
+            # The place is all of that count: without it the pair does not occur.
             is_only = is_left_out & (order.count[order.pair_of[places]] == 1)
             total = order.total[context] - is_left_out
-            # What a count is worth; 0 if nothing was counted after this context.
+            # What one count adds to a probability; 0 if at most this place has this context.
             scale = np.where(total > 0, weight / np.maximum(total, 1), 0)
             order.add(found, context, scale)
             # The pair has its count less 1, or, where that is 0, nothing.
