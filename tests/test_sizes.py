@@ -155,7 +155,7 @@ def test_ngrams_teach_where_a_text_is_read_often(monkeypatch):
 
     assert teacher(0.01) == (None, True) and teacher(5.0) == ("ngrams", True)
     assert teacher(5.0, size=60_000) == ("ngrams", False)  # which also write; the text alone may be learned by heart
-    assert teacher(5.0, "teacher")[0] is None
+    assert teacher(5.0, "teacher")[0] is None and teacher(20.0, size=300_000)[0] is None
     assert teacher(5.0, vocab_size=32_000)[0] is None and teacher(5.0, chat_template="chatml")[0] is None
 
 

@@ -37,6 +37,7 @@ TRAINING_SECONDS = 54  # seconds of training expected from each minute of the ti
 EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
 OFTEN = 10            # readings of a text from which on a model would rather learn it by heart
+NGRAMS_TEACH_BELOW = 200_000  # bytes; a larger text teaches a model more than n-grams do
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
                             # characters learn more than bytes or pieces
 TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables memorize it no sooner than one
@@ -353,7 +354,7 @@ def plan_length(config, given, meta, setup):
     # Beside a GPU's steps, the CPU would take too long to compute what n-grams predict.
     may_be_taught = ("teacher" not in given and not config.teacher and setup.device.type == "cpu"
                      and distill.ngrams_can_teach(meta) and not resume.is_fine_tuning(config))
-    if may_be_taught and epochs >= OFTEN:
+    if may_be_taught and epochs >= OFTEN and meta["train_bytes"] < NGRAMS_TEACH_BELOW:
         config = config.changed(teacher=distill.NGRAMS_ALONE)
     written = distill.written_tokens(config, meta)  # read beside the text
     text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
