@@ -98,7 +98,8 @@ def test_a_run_with_teachers_goes_on_bit_for_bit_and_is_repeated(trained):
 
 def test_a_run_that_ngrams_teach_goes_on_bit_for_bit_and_is_repeated(trained):
     words = [*WORDS, "--teacher=ngrams", "--decay_lr=False"]
-    run(trained, *words, "--out_dir=ngrams")
+    done = run(trained, *words, "--out_dir=ngrams")
+    assert "teachers: n-grams write 13,720 tokens" in done.stdout  # four times as many tokens as there are
     run(trained, *words, "--out_dir=ngrams-parts", "--max_iters=6")
     run(trained, *words, "--out_dir=ngrams-parts")
     run(trained, "ngrams/config.json")

@@ -116,6 +116,8 @@ def assemble(models, config, dataset):
         if models:
             dataset.read_beside(cached_text(models, dataset, written, config.cache))
         else:  # not kept in a file: it is written in a second, and is always the same
+            distributed.say(f"teachers: n-grams write {written:,} tokens, which are trained on "
+                            f"beside the text")
             tokens = Ngrams(dataset.train, n, meta["vocab_size"]).write(written)
             dataset.read_beside(tokens.astype(dataset.train.dtype))
     if ngrams_can_teach(meta):  # if not, validate.checked_args requires models
