@@ -405,8 +405,13 @@ def test_the_limit_that_is_told():
     assert "the model has memorized (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
     assert told({"last": 50}, epoch=30.0).endswith("unless teachers spend it: --teacher=auto --minutes=9")  # 5 x 100 seconds
+    s = s.changed(teacher="ngrams")
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")  # n-grams write: models add nothing
+    meta["train_bytes"] = 90_000
+    assert told({"last": 50}, epoch=30.0).endswith("--teacher=auto --minutes=9")
     s = s.changed(teacher="out/other")
     assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
+    meta["train_bytes"] = 3000
     losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # the text is memorized
     assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses) and "by the time" in told({}, **losses)
     assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})

@@ -543,8 +543,10 @@ def limiting_factor(config, state, row, meta):
 def beyond_the_text(config, state, meta):
     """Return in words what lowers a loss that the text limits."""
     words = "more text lowers the loss, more time hardly"
-    has_models = bool(distill.paths(config.teacher))
-    if has_models or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
+    # Models would add nothing to n-grams that write, either.
+    is_taught = config.teacher and (distill.paths(config.teacher)
+                                    or distill.written_tokens(config, meta))
+    if is_taught or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
         return words
     minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # three teachers, a student's two parts
     return f"{words}, unless teachers spend it: --teacher=auto --minutes={minutes}"
