@@ -441,7 +441,8 @@ def rows(folder):
 def test_a_text_and_a_time_are_enough(tmp_path):
     words = (ROOT / "README.md").read_text(encoding="utf-8").encode()[:9000]
     (tmp_path / "my.txt").write_bytes(words)
-    args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1"]
+    # Whether n-grams teach depends on how often this machine can read the text.
+    args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1", "--teacher="]
     text = run(tmp_path, *args, "--minutes=0.05")
     assert "minutes            0.05" in text and "as given" in text and "tie_embeddings     True" in text and "\nlimited by the " in text
     assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
