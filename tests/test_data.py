@@ -919,14 +919,17 @@ def test_prefetched_batches_are_those_asked_for():
 
 @pytest.mark.parametrize("rank, world", [(0, 1), (0, 2), (1, 2)])
 def test_the_places_of_a_batch_are_those_of_its_targets(tmp_path, rank, world):
-    """Also of a window that goes on at the beginning, and of text that is read beside the training split."""
-    (tmp_path / "my.txt").write_text("".join(map(chr, np.random.default_rng(1).integers(97, 123, 2000))))
-    dataset = data.Dataset(data.load(data.prepare(tmp_path / "my.txt", "byte", cache=tmp_path)), 64, 3, 6, 5, rank, world)
+    """Also of windows that go past the end, and of text beside the training split."""
+    letters = np.random.default_rng(1).integers(97, 123, 2000)
+    (tmp_path / "my.txt").write_bytes(bytes(letters.tolist()))
+    prepared = data.load(data.prepare(tmp_path / "my.txt", "byte", cache=tmp_path))
+    dataset = data.Dataset(prepared, 64, 3, 6, 5, rank, world)
     for beside in (0, 500):
         dataset.read_beside(np.arange(beside, dtype=np.uint16) % 200)
         for step in range(20):
             y, places = dataset.make_batch(step)[1], dataset.places(step)
-            assert y.shape == places.shape == (6 // world, 64) and (dataset.read_from[places] == y.numpy()).all()
+            assert y.shape == places.shape == (6 // world, 64)
+            assert (dataset.read_from[places] == y.numpy()).all()
 
 
 @pytest.mark.parametrize("settings, words", [

@@ -99,12 +99,15 @@ def test_a_run_with_teachers_goes_on_bit_for_bit_and_is_repeated(trained):
 def test_a_run_that_ngrams_teach_goes_on_bit_for_bit_and_is_repeated(trained):
     words = [*WORDS, "--teacher=ngrams", "--decay_lr=False"]
     done = run(trained, *words, "--out_dir=ngrams")
-    assert "teachers: n-grams write 13,720 tokens" in done.stdout  # four times as many tokens as there are
+    assert "teachers: n-grams write 13,720 tokens" in done.stdout  # four for each one of the text
     run(trained, *words, "--out_dir=ngrams-parts", "--max_iters=6")
     run(trained, *words, "--out_dir=ngrams-parts")
     run(trained, "ngrams/config.json")
-    last = [{name: rows(trained, out)[-1][name] for name in ("loss/train", "loss/val", "bpb/val", "grad/norm")}
-            for out in ("ngrams", "ngrams-parts", "ngrams-repeat")]
+    names = "loss/train", "loss/val", "bpb/val", "grad/norm"
+    last = []
+    for out in "ngrams", "ngrams-parts", "ngrams-repeat":
+        row = rows(trained, out)[-1]
+        last.append({name: row[name] for name in names})
     assert last[0] == last[1] == last[2]
     assert last[0]["loss/val"] != rows(trained, "first")[-1]["loss/val"]
 
@@ -165,12 +168,17 @@ def test_what_cannot_teach_is_refused(trained, words, said):
 def test_ngrams_teach_neither_a_large_vocabulary_nor_conversations(trained, tmp_path, capsys):
     meta = {"train_tokens": 900, "vocab_size": 32_000}
     with pytest.raises(SystemExit):
-        validate.checked_args(SimpleNamespace(teacher="ngrams", data="my.txt", bigram_start=False), ModelArgs(vocab_size=32_000),
-                              SimpleNamespace(meta=meta))
-    assert "--teacher=ngrams: my.txt has 900 tokens of a vocabulary of 32,000; expected a text" in capsys.readouterr().err
-    turns = [[{"role": "user", "content": f"a cat {n}"}, {"role": "assistant", "content": f"a dog {n}"}] for n in range(300)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
-    done = run(tmp_path, "--data=chat.jsonl", *SMALL, "--vocab_source=byte", "--teacher=ngrams", code=2)
+        config = SimpleNamespace(teacher="ngrams", data="my.txt", bigram_start=False)
+        validate.checked_args(config, ModelArgs(vocab_size=32_000), SimpleNamespace(meta=meta))
+    said = capsys.readouterr().err
+    assert "my.txt has 900 tokens of a vocabulary of 32,000; expected a text" in said
+    with open(tmp_path / "chat.jsonl", "w") as f:
+        for n in range(300):
+            turns = [{"role": "user", "content": f"a cat {n}"},
+                     {"role": "assistant", "content": f"a dog {n}"}]
+            f.write(json.dumps({"messages": turns}) + "\n")
+    words = ["--data=chat.jsonl", *SMALL, "--vocab_source=byte", "--teacher=ngrams"]
+    done = run(tmp_path, *words, code=2)
     assert "expected a text, no conversations" in done.stderr and "Traceback" not in done.stderr
 
 

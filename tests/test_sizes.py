@@ -154,9 +154,11 @@ def test_ngrams_teach_where_a_text_is_read_often(monkeypatch):
         return found.get("teacher"), "early_stop" in found
 
     assert teacher(0.01) == (None, True) and teacher(5.0) == ("ngrams", True)
-    assert teacher(5.0, size=60_000) == ("ngrams", False)  # which also write; the text alone may be learned by heart
-    assert teacher(5.0, "teacher")[0] is None and teacher(20.0, size=300_000)[0] is None
-    assert teacher(5.0, vocab_size=32_000)[0] is None and teacher(5.0, chat_template="chatml")[0] is None
+    assert teacher(5.0, size=60_000) == ("ngrams", False)  # they write, and early stop is left out
+    assert teacher(5.0, "teacher")[0] is None
+    assert teacher(20.0, size=300_000)[0] is None
+    assert teacher(5.0, vocab_size=32_000)[0] is None
+    assert teacher(5.0, chat_template="chatml")[0] is None
 
 
 def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(monkeypatch):
@@ -406,7 +408,8 @@ def test_the_limit_that_is_told():
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
     assert told({"last": 50}, epoch=30.0).endswith("unless teachers spend it: --teacher=auto --minutes=9")  # 5 x 100 seconds
     s = s.changed(teacher="ngrams")
-    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")  # n-grams write: models add nothing
+    # The n-grams have written text, so models would add nothing.
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
     meta["train_bytes"] = 90_000
     assert told({"last": 50}, epoch=30.0).endswith("--teacher=auto --minutes=9")
     s = s.changed(teacher="out/other")

@@ -53,21 +53,21 @@ class Teachers:
         Return the probabilities of the token after each of x (B, T): (B T, V) float32. places: the
         index of that token in training text and written text, (B, T) of numpy, for the n-grams.
         """
-        share = NGRAMS_SHARE
         if self.models:
             total = 0
             for model in self.models:
                 logits, _ = model(x, every=1, documents=documents)
                 total = total + logits.flatten(0, 1).float().softmax(-1)
-            target = total / len(self.models)
-        else:
-            tokens = torch.from_numpy(self.ngrams.tokens[places.flatten()])
+            target, share = total / len(self.models), NGRAMS_SHARE
+            if self.ngrams is None:
+                return target
+        places = places.flatten()
+        if not self.models:
+            tokens = torch.from_numpy(self.ngrams.tokens[places])
             target = F.one_hot(tokens, self.ngrams.V).float().to(x.device)
-            is_written = torch.from_numpy(places.flatten() >= self.ngrams.counted)
+            is_written = torch.from_numpy(places >= self.ngrams.counted)
             share = torch.where(is_written, 1.0, NGRAMS_SHARE)[:, None].to(x.device)
-        if self.ngrams is None:
-            return target
-        by_ngrams = torch.from_numpy(self.ngrams.probabilities(places.flatten())).to(x.device)
+        by_ngrams = torch.from_numpy(self.ngrams.probabilities(places)).to(x.device)
         return target + share * (by_ngrams - target)
 
 

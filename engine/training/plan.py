@@ -36,7 +36,7 @@ RESERVE = 0.03        # fraction of the time budget that is kept for what follow
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
 EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
-OFTEN = 10            # readings of a text from which on a model would rather learn it by heart
+OFTEN = 10            # readings of a text from which on weights are averaged and n-grams may teach
 NGRAMS_TEACH_BELOW = 200_000  # bytes; a larger text teaches a model more than n-grams do
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
                             # characters learn more than bytes or pieces

@@ -76,7 +76,8 @@ def checked_args(config, args, dataset):
     if config.teacher == distill.NGRAMS_ALONE and not distill.ngrams_can_teach(dataset.meta):
         fail(f"--teacher=ngrams: {config.data} has {dataset.meta['train_tokens']:,} tokens of a "
              f"vocabulary of {args.vocab_size:,}; expected a text, no conversations, of "
-             f"{distill.MAX_TOKENS:,} tokens at most and a vocabulary of {MAX_VOCAB:,} at most")
+             f"{distill.MAX_TOKENS:,} tokens at most and a vocabulary of {MAX_VOCAB:,} at most; "
+             f"leave --teacher out")
     for split in ("train", "val"):
         tokens = len(getattr(dataset, split))
         if tokens < config.max_seq_len and not dataset.masks:
