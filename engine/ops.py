@@ -185,9 +185,56 @@ def attention(q, k, v, mask=None):
         # No CUDA kernel takes both a mask and K < H; PyTorch would fall back to matrix products.
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H or K, T or S, Q)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                       enable_gqa=k.shape[1] != heads)
+    if written_out(q) and torch.get_float32_matmul_precision() == "medium":
+        y = ExactAttention.apply(q, k, v, mask)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                           enable_gqa=k.shape[1] != heads)
     return y.transpose(1, 2).flatten(2)
+
+
+class ExactAttention(torch.autograd.Function):
+    """
+    PyTorch's attention for CPUs with exact_products(), forward and backward. The products of its
+    tiles are so small that rounding their factors takes longer than it saves
+    (doc/lab/train_speed.md).
+
+    q: (B, H, T, Q); k, v: (B, K, S, Q); mask: bool (T, S) or (B, 1, T, S), or None for causal.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        ctx.is_causal = mask is None
+        scores = None  # what is added to the scores
+        if mask is not None:
+            scores = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        with exact_products():
+            y, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, ctx.is_causal, attn_mask=scores)
+        ctx.save_for_backward(q, k, v, y, log_sums, scores)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        *saved, scores = ctx.saved_tensors
+        with exact_products():
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, *saved, 0.0, ctx.is_causal, attn_mask=scores)
+        return *grads, None
+
+
+@contextlib.contextmanager
+def exact_products():
+    """Under --dtype=bf32: compute products inside the block with float32 factors."""
+    rounds = torch.get_float32_matmul_precision() == "medium"
+    if rounds:
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if rounds:
+            torch.set_float32_matmul_precision("medium")
 
 
 class Documents(NamedTuple):

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -54,6 +55,14 @@ def alone(path):
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture(autouse=True)
+def float32_products():
+    """train.py may have set another precision in this process: after a test, products are in float32 again."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_float32_matmul_precision("highest")
 
 
 def compile_object(source, command, folder=ROOT):

@@ -27,6 +27,33 @@ def gradients(function, *inputs, dy=None):
     return [y, *torch.autograd.grad(y, inputs, torch.ones_like(y) if dy is None else dy.to(y.dtype))]
 
 
+@pytest.mark.parametrize("masked", ["causal", "all alike", "each"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_of_bf32_has_float32_products(kv_heads, masked):
+    """--dtype=bf32 rounds the factors of products, where the processor can, but not attention's."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 64, 4, 32), torch.randn(2, 64, kv_heads, 32), torch.randn(2, 64, kv_heads, 32)
+    mask = (torch.rand(2, 1, 64, 64) < 0.5).tril() | torch.eye(64, dtype=torch.bool)
+    mask = {"causal": None, "all alike": mask[0, 0], "each": mask}[masked]
+    def run():
+        return gradients(lambda *heads: ops.attention(*heads, mask), q, k, v, dy=torch.linspace(-1, 1, 128).expand(2, 64, 128))
+    exact = run()
+    torch.set_float32_matmul_precision("medium")
+    rounded = run()
+    with torch.no_grad():
+        assert torch.equal(ops.attention(q, k, v, mask), exact[0])
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert all(map(torch.equal, rounded, exact))
+    with ops.exact_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+    frozen = q.clone().requires_grad_()  # keys and values without gradients
+    ops.attention(frozen, k, v, mask).sum().backward()
+    assert frozen.grad.abs().sum() > 0
+    with pytest.raises(RuntimeError):
+        ops.attention(q, k[:, :, :, :8], v, mask)
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
 @pytest.mark.parametrize("zero", [False, True], ids=["", "with zeros"])
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_written_out_ops_equal_their_plain_formulas(dtype, near, zero):

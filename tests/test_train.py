@@ -419,7 +419,8 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
 @pytest.fixture(scope="module")
 def alone(folder):
     """One process, whose curve many give too: a step has 6 sequences, of which the fourth of four processes gets none."""
-    args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10"]
+    args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10",
+            "--dtype=float32"]
     done = run(folder, *args, "--log_extras=noise_scale", "--out_dir=one")
     assert done.returncode == 0, done.stderr
     return args
@@ -491,7 +492,7 @@ def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
     args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
-            "--warmup_iters=10", "--weight_average=0.2"]
+            "--warmup_iters=10", "--weight_average=0.2", "--dtype=float32"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
     for done in ranks(folder, 2, *args, "--max_iters=10", f"--out_dir={parts}", "--fsdp=True", "--checks=all"):
@@ -1201,8 +1202,27 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     ("float32", (9, 0), torch.float32), ("bfloat16", (7, 5), torch.bfloat16), ("float16", (9, 0), torch.float16)])
 def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
-    assert train.hardware.autocast_dtype(kind, torch.device("cuda")) == expected
-    assert train.hardware.autocast_dtype("auto", torch.device("cpu")) == torch.float32
+    config = SimpleNamespace(dtype=kind, compile=False)
+    assert train.hardware.use_dtype(config, torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("kind, compiles, has_amx, expected", [
+    ("auto", False, True, "bf32"), ("auto", False, False, "float32"), ("auto", True, True, "float32"),
+    ("bf32", False, False, "bf32"), ("float32", False, True, "float32"), ("bfloat16", False, True, "bfloat16")])
+def test_products_of_a_cpu(monkeypatch, kind, compiles, has_amx, expected):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    cpu, config = torch.device("cpu"), SimpleNamespace(dtype=kind, compile=compiles)
+    amp_dtype = train.hardware.use_dtype(config, cpu)
+    assert amp_dtype == (torch.bfloat16 if expected == "bfloat16" else torch.float32)
+    assert train.hardware.dtype_name(amp_dtype, cpu) == expected
+    assert torch.get_float32_matmul_precision() == ("medium" if expected == "bf32" else "highest")
+
+
+@pytest.mark.parametrize("kind, compiles, device", [("bf32", True, "cpu"), ("bf32", False, "cuda"), ("bf16", False, "cpu")])
+def test_products_that_a_device_lacks(capsys, kind, compiles, device):
+    with pytest.raises(SystemExit):
+        train.hardware.use_dtype(SimpleNamespace(dtype=kind, compile=compiles), torch.device(device))
+    assert f"--dtype={kind}" in capsys.readouterr().err
 
 
 def test_one_process_alone_computes_the_largest_stacks():
@@ -1454,7 +1474,7 @@ def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(fold
                       "from engine.training import distributed\n"
                       "optim.OPTIMIZERS['nadam'] = torch.optim.NAdam\n"
                       "distributed.close(train.start(configure(vars(train))))\n")
-    args = [*TINY, "--data=my.txt", "--batch_size=8", "--optimizer=nadam", "--decay_lr=False", "--eval_iters=0"]
+    args = [*TINY, "--data=my.txt", "--batch_size=8", "--optimizer=nadam", "--decay_lr=False", "--eval_iters=0", "--dtype=float32"]
 
     def train_nadam(out, steps, *more, torchrun=0):
         words = command(torchrun=torchrun)

@@ -22,6 +22,7 @@ from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets,
 from engine.debug.instruments import UpdateNorms
 from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future,
                                        gradients, loss, norms, rate, run, saved)
+from engine.ops import exact_products
 from engine.training import distributed
 from engine.training.training import Training
 from engine.untrusted import reason
@@ -164,7 +165,7 @@ def outcome(check, ctx):
     Suspicion: the check may not fit a model whose modules the user has changed.
     """
     try:
-        with untouched(ctx.model, ctx.device):
+        with untouched(ctx.model, ctx.device), exact_products():
             check(ctx)
     except (Bug, Suspicion, Skip) as e:
         return type(e), str(e)

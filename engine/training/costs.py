@@ -552,7 +552,7 @@ def describe(config, args, dataset, setup, estimate):
                "n_trained": weights(args, setup.lora).trained,
                "flops_per_token": flops_per_token(args, predicted, setup.lora),
                "tokens_per_iter": tokens_per_step(config), "device_name": name,
-               "compute_dtype": str(setup.amp_dtype).split(".")[-1],
+               "compute_dtype": hardware.dtype_name(setup.amp_dtype, device),
                "world_size": distributed.world, "peak_flops": peak, "mfu_basis": basis,
                "torch_version": torch.__version__, "dataset": meta,
                "estimate": estimate | {"memory": sum(estimate["memory"].values())}}

@@ -14,7 +14,7 @@ import torch
 from configurator import fail
 from engine import system
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")  # values of the setting `dtype`
+DTYPES = ("auto", "float32", "bf32", "bfloat16", "float16")  # values of the setting `dtype`
 # Dense peak TFLOP/s (no sparsity, float32 accumulation) as (bfloat16, float32), by a part of the
 # device's name; None: the card only emulates bfloat16, so peak_flops measures it. NVIDIA's float32
 # is TF32, which distributed.setup enables. The figures are from the data sheets of the data-centre
@@ -36,6 +36,9 @@ FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
 # TFLOP/s of one GPU core, in any type: the chip's figure divided by its number of cores. Apple
 # publishes no figure for later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
+# torch dtype of the values of the setting `dtype`, but "auto".
+TORCH_DTYPES = {"float32": torch.float32, "bf32": torch.float32, "bfloat16": torch.bfloat16,
+                "float16": torch.float16}
 
 
 # ---- number formats ------------------------------------------------------------------------------
@@ -61,22 +64,41 @@ def is_amd():
     return False
 
 
-def autocast_dtype(dtype, device):
+def use_dtype(config, device):
     """
-    Return the torch dtype of the setting `dtype`.
+    Have this process multiply as the setting `dtype` says, and return the torch dtype of autocast.
 
     "auto" is bfloat16 on NVIDIA GPUs that support it, float16 on older ones with tensor cores
-    (V100, T4), and float32 elsewhere. bfloat16 on a CPU is opt-in: AVX-512 BF16 or AMX makes wide
-    models faster, but its effect on the loss is unverified.
+    (V100, T4), bf32 on CPUs with AMX, and float32 elsewhere. bf32 is float32 whose products have
+    bfloat16 factors and float32 sums, but for attention's (oneDNN's fpmath mode bf16): PyTorch's
+    float32 matmul precision "medium". The compiler would multiply attention so, too.
     """
-    if dtype == "auto" and device.type == "cuda":
-        has_tensor_cores = torch.cuda.get_device_capability(device) >= (7, 0)
-        dtype = "float16" if has_tensor_cores else "float32"
-        if has_bfloat16(device):
-            dtype = "bfloat16"
+    dtype = config.dtype
     if dtype not in DTYPES:
         fail(f"--dtype={dtype}: expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-    return getattr(torch, "float32" if dtype == "auto" else dtype)
+    if dtype == "auto":
+        dtype = default_dtype(device, config.compile)
+    if dtype == "bf32" and (device.type != "cpu" or config.compile):
+        fail(f"--dtype=bf32 on {device.type}{' with --compile' if config.compile else ''}: expected "
+             f"a CPU without --compile, or another dtype")
+    if device.type == "cpu":
+        torch.set_float32_matmul_precision("medium" if dtype == "bf32" else "highest")
+    return TORCH_DTYPES[dtype]
+
+
+def default_dtype(device, compiles):
+    """Return the value of the setting `dtype` that "auto" stands for. compiles: with --compile."""
+    if device.type == "cpu":
+        return "bf32" if torch.cpu._is_amx_tile_supported() and not compiles else "float32"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
+        return "bfloat16" if has_bfloat16(device) else "float16"
+    return "float32"
+
+
+def dtype_name(amp_dtype, device):
+    """Return the value of the setting `dtype` for which use_dtype has returned amp_dtype."""
+    rounds = device.type == "cpu" and torch.get_float32_matmul_precision() == "medium"
+    return "bf32" if rounds else str(amp_dtype).split(".")[-1]
 
 
 # ---- memory --------------------------------------------------------------------------------------

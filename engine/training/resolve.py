@@ -54,7 +54,7 @@ def resolve(config, device, prepare, build):
     prepare = partial(prepare, chat_template=template)
     if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
-    amp_dtype = hardware.autocast_dtype(config.dtype, device)
+    amp_dtype = hardware.use_dtype(config, device)
     adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
     # The same targets have the same words, so that a resumed run may be given Hugging Face's names.
     targets = lora.parse_targets(config.lora_targets)
