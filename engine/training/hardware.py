@@ -79,8 +79,9 @@ def use_dtype(config, device):
     if dtype == "auto":
         dtype = default_dtype(device, config.compile)
     if dtype == "bf32" and (device.type != "cpu" or config.compile):
-        fail(f"--dtype=bf32 on {device.type}{' with --compile' if config.compile else ''}: expected "
-             f"a CPU without --compile, or another dtype")
+        compiled = " with --compile" if config.compile else ""
+        fail(f"--dtype=bf32 on {device.type}{compiled}: expected a CPU without --compile, or "
+             f"another dtype")
     if device.type == "cpu":
         torch.set_float32_matmul_precision("medium" if dtype == "bf32" else "highest")
     return TORCH_DTYPES[dtype]
