@@ -255,7 +255,8 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         t.opt.step(update_norms)
     elif taken:
         t.opt.step()
-    t.opt.scale.update(norm)
+    if t.opt.scale.wanted:
+        t.opt.scale.update(read()[1])  # has arrived
     t.opt.zero_grad()
     return loss, norm, taken
 

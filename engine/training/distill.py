@@ -63,11 +63,13 @@ class Teachers:
                 return target
         places = places.flatten()
         if not self.models:
-            tokens = torch.from_numpy(self.ngrams.tokens[places])
-            target = F.one_hot(tokens, self.ngrams.V).float().to(x.device)
-            is_written = torch.from_numpy(places >= self.ngrams.counted)
-            share = torch.where(is_written, 1.0, NGRAMS_SHARE)[:, None].to(x.device)
-        by_ngrams = torch.from_numpy(self.ngrams.probabilities(places)).to(x.device)
+            tokens, is_written = distributed.to_device(
+                x.device, torch.from_numpy(self.ngrams.tokens[places]),
+                torch.from_numpy(places >= self.ngrams.counted))
+            target = F.one_hot(tokens, self.ngrams.V).float()
+            share = torch.where(is_written, 1.0, NGRAMS_SHARE)[:, None]
+        by_ngrams = torch.from_numpy(self.ngrams.probabilities(places))
+        by_ngrams, = distributed.to_device(x.device, by_ngrams)
         return target + share * (by_ngrams - target)
 
 
