@@ -61,6 +61,18 @@ def with_gradient(group):
     return [p for p in group["params"] if p.grad is not None]
 
 
+def own_gradients(model):
+    """
+    Copy the gradients of a model into memory of their own. A backward pass that is replayed as a
+    CUDA graph leaves them in memory that the next replay overwrites, so that a second micro-batch
+    would be added to itself.
+    """
+    params = [p for p in model.parameters() if p.grad is not None]
+    # A multiplication by 1 is a copy of all of them in few kernels.
+    for p, copy in zip(params, torch._foreach_mul([p.grad for p in params], 1.0)):
+        p.grad = copy
+
+
 class ObservedOptimizer(torch.optim.Optimizer):
     """
     A torch.optim.Optimizer with step_observed(observe), which enters the context observe(params)
@@ -142,6 +154,11 @@ class Muon(ObservedOptimizer):
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.has_bfloat16 = hardware.has_bfloat16(self.param_groups[0]["params"][0].device)
+        self.orthogonalize = orthogonalize
+
+    def compile(self, **options):
+        """Compile orthogonalize, for each shape anew. options: as of torch.compile."""
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False, **options)
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -177,7 +194,8 @@ class Muon(ObservedOptimizer):
         stack = torch.stack(distributed.unshard(nesterov))
         in_bfloat16 = self.has_bfloat16 and min(shape) >= self.MIN_BFLOAT16_SIDE
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
-        updates = distributed.split_across_ranks(lambda part: orthogonalize(part, dtype), stack)
+        updates = distributed.split_across_ranks(lambda part: self.orthogonalize(part, dtype),
+                                                stack)
         # A semi-orthogonal matrix has RMS 1 / sqrt(max(shape)); AdamW's updates have about 0.2.
         updates *= 0.2 * max(shape) ** 0.5
         updates = [distributed.shard_like(u, p) for u, p in zip(updates, params)]
@@ -267,6 +285,12 @@ class CombinedOptimizer:
             p.copy_(other)
             other.copy_(shown)
         self.model_has_averages = not self.model_has_averages
+
+    def compile(self, **options):
+        """Compile what torch.compile can make faster: Muon. options: as of torch.compile."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.compile(**options)
 
     def set_rate(self, rate):
         """Set the learning rate: each group gets `rate` times its lr_scale."""

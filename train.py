@@ -52,7 +52,8 @@ from engine.training.training import Training
 from engine.training.validate import check_settings, refuse_nonsense
 from export import ITER, export_model, exported_step, refuse_unexportable
 from model import ModelArgs
-from optim import LossScale, SpikeDetector, check_optimizer, learning_rate_at, make_optimizer
+from optim import (LossScale, SpikeDetector, check_optimizer, learning_rate_at, make_optimizer,
+                   own_gradients)
 from track import Tracker, source_version, start_tracking
 
 # ---- output
@@ -181,6 +182,8 @@ peak_tflops = 0.0           # peak that mfu refers to, per device; 0: from its d
 fsdp = False                # split weights and optimizer over the processes (FSDP2) instead of
                             # copying them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
+cuda_graphs = False         # with compile, on one GPU: replay forward and backward pass from
+                            # recordings; for models so small that a GPU waits for Python
 activation_checkpointing = False  # keep only the input of each block and recompute its inside for
                                   # the gradients: less memory
 supervise = False           # restart this program from its last checkpoint when it crashes
@@ -228,7 +231,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         documents = None
         if packed:
             borders = yb if t.dataset.separator == BEGINS else xb
-            documents = ops.documents_of(borders, t.dataset.separator, t.device)
+            documents = ops.documents_of(borders, t.dataset.separator, t.device, cuda_graphs)
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
             with span("forward"), t.amp:
@@ -239,6 +242,8 @@ def train_step(t, step, x, y, spike_detector, update_norms):
                     loss = t.network(xb, yb, documents=documents)[1] * share
             with span("backward"):  # outside autocast, which would downcast the float32 reductions
                 (loss * t.opt.scale.factor).backward()
+        if cuda_graphs and i == 0:
+            own_gradients(t.model)  # the next replay overwrites those that a replay leaves
         total += loss.detach()
     with span("clipping"):
         grads = [p.grad for p in t.model.parameters() if p.grad is not None]
@@ -499,7 +504,10 @@ def main(config, steps=math.inf):
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)
     if compile:
-        network = torch.compile(network)
+        how = "reduce-overhead" if cuda_graphs else None  # torch.compile's name of CUDA graphs
+        network = torch.compile(network, mode=how)
+        if device.type == "cuda":
+            opt.compile(mode=how)
     saves = not eval_only and mode.chosen(config) in (None, "dry_run")  # other modes save nothing
     exports = saves and check_export(args, model, dataset.tokenizer, state["chat"])
     t = Training(config, {}, state, dataset, args, model, network, opt, device, amp, found.changes,

@@ -242,20 +242,27 @@ class Documents(NamedTuple):
     The borders of documents in tokens (B, T), flattened; attention stays within a document. Each
     row begins a document.
     """
-    starts: torch.Tensor  # (documents + 1,) int32: first token of each document, and B T at the end
+    starts: torch.Tensor  # (documents + 1,) int32: first token of each document, and B T at the
+                          # end, several times if empty documents pad it
     longest: int          # upper bound of a document's length in tokens: T
 
 
-def documents_of(tokens, bos_id, device):
+def documents_of(tokens, bos_id, device, padded=False):
     """
     Return the Documents of tokens (B, T), on the device; None if bos_id is None. The tokens are in
     CPU memory, because searching them on a GPU would wait for it.
+
+    padded: append empty documents up to a power of two, so that `starts` has few lengths: a CUDA
+    graph is recorded for each.
     """
     if bos_id is None:
         return None
     first = tokens == bos_id
     first[:, 0] = True
     starts = torch.cat((first.flatten().nonzero()[:, 0], torch.tensor([tokens.numel()]))).int()
+    if padded:
+        more = (1 << (len(starts) - 1).bit_length()) - len(starts)
+        starts = F.pad(starts, (0, more), value=tokens.numel())
     if device.type == "cuda":
         starts = starts.pin_memory()
     return Documents(starts.to(device, non_blocking=True), tokens.shape[1])

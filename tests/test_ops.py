@@ -161,12 +161,15 @@ def test_packed_documents_equal_the_mask(varlen, monkeypatch):
     documents = ops.documents_of(x[:, :-1], 1, x.device)
     assert documents.starts.tolist() == [0, 5, 10, 15, 20, 27, 40, 43, 44, 60] and documents.longest == 20
     assert ops.documents_of(x, None, x.device) is None
+    padded = ops.documents_of(x[:, :-1], 1, x.device, padded=True)
+    assert padded.starts.tolist() == documents.starts.tolist() + [60] * 6
+    assert len(ops.documents_of(x[:2, :5], 1, x.device, padded=True).starts) == 4  # two documents and the end
 
     def step(f, **known):
         loss = f(x[:, :-1], x[:, 1:], **known)[1]
         return [loss, *torch.autograd.grad(loss, list(net.parameters()))]
 
-    found = [step(net), step(net, documents=documents)]
+    found = [step(net), step(net, documents=documents), step(net, documents=padded)]
     monkeypatch.setattr(ops, "cross_entropy", ops.cross_entropy_plain)
     found += [step(torch.compile(net, backend="aot_eager", fullgraph=True), documents=documents)]
     for expected, *others in zip(*found):
@@ -194,8 +197,9 @@ def test_packed_documents_equal_the_mask_on_the_gpu():
             loss = net(x[:, :-1], x[:, 1:], **known)[1]
         return [loss, *torch.autograd.grad(loss, list(net.parameters()))]
 
-    for packed, masked in zip(step(documents=documents), step()):
-        assert (packed - masked).norm() <= 2e-2 * masked.norm()
+    padded = ops.documents_of(x[:, :-1].cpu(), 1, torch.device("cuda", 0), padded=True)
+    for masked, *others in zip(step(), step(documents=documents), step(documents=padded)):
+        assert all((packed - masked).norm() <= 2e-2 * masked.norm() for packed in others)
 
 
 def test_cross_entropy_of_the_nearly_impossible():
@@ -212,11 +216,15 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient():
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of matrices, those in place too."""
-    count = 0
+    """Notes the types of the factors of products of matrices, those in place too."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.types.append({args[-2].dtype, args[-1].dtype})
         return function(*args, **kwargs or {})
 
 
@@ -226,7 +234,16 @@ def test_evaluation_makes_no_gradients(context, most):
     x, head = torch.randn(10, 8, requires_grad=True), classifier(torch.randn(20, 8))
     with context(), Products() as products:
         ops.cross_entropy(x, head, torch.arange(10))
-    assert products.count == most
+    assert len(products.types) == most
+
+
+def test_the_classifier_multiplies_pieces_in_autocasts_type(monkeypatch):
+    """The logits and both gradients of each of two pieces; the model's float32 weight gets a float32 gradient."""
+    monkeypatch.setattr(ops.CrossEntropy, "PIECE", 5 * 20)
+    x, head = torch.randn(10, 8, requires_grad=True), classifier(torch.randn(20, 8))
+    with torch.autocast("cpu", torch.bfloat16), Products() as products:
+        ops.cross_entropy(x, head, torch.arange(10)).backward()
+    assert products.types == [{torch.bfloat16}] * 6 and head.weight.grad.dtype == torch.float32
 
 
 class LoRA(nn.Module):

@@ -24,16 +24,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import export
 import optim
 import track
 import train
+from engine import ops
 from engine.debug import instruments
 from engine.text import prepare
-from engine.training import checkpoint, costs, distributed, hardware, plan, progress, resume, run_folder, validate
+from engine.training import checkpoint, costs, distill, distributed, hardware, plan, progress, resume, run_folder, validate
 from engine.files import sha256
 from model import ModelArgs
 from tests import forked
@@ -1731,7 +1734,7 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch, train\n"
                       "from configurator import configure\n"
-                      "torch.compile = lambda model: model  # which costs nothing\n"
+                      "torch.compile = lambda model, mode: model  # which costs nothing\n"
                       "sys.exit(train.start(configure(vars(train))))\n")
     done = forked.run([script, *TINY, "--data=my.txt", "--max_iters=3", "--log_interval=1", "--compile=True", "--out_dir=compiled"],
                       folder, os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"})
@@ -1754,6 +1757,8 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--decay_fraction=-1"], ["decay_fraction is -1"]),
     (["--data=my.txt", "--log_extras=all"], ["log_extras is 'all', expected some of tables, model, gradients, parameters, noise_scale"]),
     (["--data=my.txt", "--supervise=True", "--eval_only=True"], ["--eval_only and --supervise: expected one of them"]),
+    (["--data=my.txt", "--cuda_graphs=True"], ["cuda_graphs is True without compile", "--compile=True"]),
+    (["--data=my.txt", "--cuda_graphs=True", "--compile=True", "--device=cpu"], ["a device without them, cpu", "--device=cuda"]),
     (["--data=my.txt", "--seed=-1"], ["seed is -1"]),
     (["--data=my.txt", "--seed=1e20"], ["--seed=1e20: seed is '1e20', expected int below 2^53"]),
     (["--data=my.txt", "--vocab_source=bpe", "--vocab_size=1e12"], ["--vocab_size=1000000000000: expected at most 1048576"]),
@@ -1833,6 +1838,142 @@ def test_gradients_are_made_out_of_autocast():
                         amp=torch.autocast("cpu", torch.bfloat16), teachers=())
     train.train_step(t, 0, x, y, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
     assert seen == [False]
+
+
+class CopiesToTheDevice(TorchDispatchMode):
+    """Counts copies from the CPU's memory to tensors on meta, without those that to_device makes."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        source = args[1] if function is torch.ops.aten.copy_.default else args[0] if function is torch.ops.aten._to_copy.default else None
+        self.count += isinstance(source, torch.Tensor) and source.device.type == "cpu" and found.device.type == "meta"
+        return found
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("case", ["mask", "packed", "ngrams"])
+def test_a_usual_step_waits_for_the_device_once(monkeypatch, case, kind):
+    """
+    On the meta device, where every read of a number, every shape that depends on numbers and every copy to the CPU raises:
+    the step reads two numbers at once, if spikes are skipped, and copies tokens and targets of each micro-batch by to_device.
+    """
+    args = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, dropout=0.1)
+    model, device, reads, moved = args.build("meta"), torch.device("meta"), [], []
+    opt = optim.make_optimizer(model, optim.OptimizerConfig(kind, 1e-3))
+    opt.averaging, model.bos_id = 0.1, 1
+    x, y = torch.ones(2, 6, 8, dtype=torch.long)
+    dataset = SimpleNamespace(separator=1, places=lambda step: np.arange(48).reshape(6, 8))
+    ngrams = SimpleNamespace(tokens=np.ones(48, np.int64), V=10, counted=40, probabilities=lambda at: np.ones((len(at), 10), np.float32))
+    teachers = distill.Teachers([], ngrams) if case == "ngrams" else None
+    t = SimpleNamespace(args=args, model=model, network=model, opt=opt, device=device, dataset=dataset, amp=contextlib.nullcontext(),
+                        teachers=teachers)
+
+    def read_async(tensor):
+        reads.append(tensor.shape)
+        return lambda: reads.append("waited") or [1.0, 1.0]
+
+    def to_device(device, *tensors):
+        moved.append(len(tensors))
+        return [torch.empty_like(z, device=device) for z in tensors]
+
+    monkeypatch.setattr(ops, "compute_dtype", lambda x: x.dtype)  # autocast does not know the device
+    monkeypatch.setattr(ops, "has_packed_attention", lambda *_: case == "packed")
+    monkeypatch.setattr(distributed, "read_async", read_async)
+    monkeypatch.setattr(distributed, "to_device", to_device)
+    monkeypatch.setattr(train, "batch_size", 3)
+    norms = instruments.UpdateNorms(model)
+    for spike_z, wanted, float16 in ((0.0, False, False), (6.0, True, False), (0.0, False, True)):
+        monkeypatch.setattr(train, "spike_z", spike_z)
+        norms.wanted, opt.scale = wanted, optim.LossScale(float16)
+        reads.clear(), moved.clear()
+        with CopiesToTheDevice() as copies:
+            train.train_step(t, 0, x, y, optim.SpikeDetector(spike_z), norms)
+        waits = 2 if float16 else bool(spike_z)  # the second time the numbers are there
+        assert reads == [(2,)] + ["waited"] * waits
+        assert moved == ([2, 2, 1] if teachers else [2]) * 2
+        assert copies.count == 2 * (case == "packed")  # the places of documents, from pinned memory
+
+
+def test_replays_that_overwrite_their_gradients_are_added_up(monkeypatch):
+    """
+    As PyTorch replays a CUDA graph, on a CPU: each backward pass leaves its gradients in the memory of the one before, which
+    autograd takes over without a copy.
+    """
+    args, gradients = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8), []
+    model, held = args.build(), {}
+
+    class Replayed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y, *params):
+            with torch.enable_grad():
+                loss = model(x, y)[1]
+            ctx.found = torch.autograd.grad(loss, params)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            for i, found in enumerate(ctx.found):
+                if i not in held:
+                    held[i] = torch.empty_like(found)
+                    torch._C._add_cached_tensor(held[i])
+                held[i].copy_(found * grad)
+            return None, None, *held.values()
+
+    def replayed(x, y, documents=None):
+        return None, Replayed.apply(x, y, *model.parameters())
+
+    class Recorder:
+        scale = optim.LossScale()
+
+        def step(self):
+            gradients.append([p.grad.clone() for p in model.parameters()])
+
+        def zero_grad(self):
+            for p in model.parameters():
+                p.grad = None
+
+    monkeypatch.setattr(train, "batch_size", 2)
+    x, y = torch.randint(10, (2, 6, 8))
+    torch._C._set_cached_tensors_enabled(True)
+    try:
+        for network, cuda_graphs in ((model, False), (replayed, True), (replayed, True), (replayed, False)):
+            monkeypatch.setattr(train, "cuda_graphs", cuda_graphs)
+            t = SimpleNamespace(args=args, model=model, network=network, opt=Recorder(), device=torch.device("cpu"), dataset=None,
+                                amp=contextlib.nullcontext(), teachers=None)
+            train.train_step(t, 0, x, y, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
+    finally:
+        for tensor in held.values():
+            torch._C._remove_cached_tensor(tensor)
+        torch._C._set_cached_tensors_enabled(False)
+    expected, *same, wrong = gradients
+    for found in same:
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found))
+    assert not any(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, wrong))  # so the memory is shared here
+
+
+def test_compiled_muon_is_muon(monkeypatch):
+    """Its iterations as one graph for each shape, which a CPU runs by PyTorch's operations."""
+    moved, calls, compile = [], [], torch.compile
+
+    def compile_and_count(function, **options):
+        compiled = compile(function, backend="aot_eager", fullgraph=True, **options)
+        return lambda *args: calls.append(args[0].shape) or compiled(*args)
+
+    monkeypatch.setattr(torch, "compile", compile_and_count)
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = ModelArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=10, max_seq_len=8).build()
+        opt = optim.make_optimizer(model, optim.OptimizerConfig("muon", 0.1))
+        if is_compiled:
+            opt.compile()
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            opt.step()
+        moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*moved, atol=1e-5)
+    assert calls == 2 * [(4, 16, 16), (4, 8, 16), (4, 64, 16), (2, 16, 64)]
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])

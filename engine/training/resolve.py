@@ -23,6 +23,9 @@ def resolve(config, device, prepare, build):
     returns the folder of prepared tokens; build: a costs.Build. Ends the program with one line if
     the settings can't train.
     """
+    if config.cuda_graphs and device.type != "cuda":
+        fail(f"cuda_graphs is True on a device without them, {device.type}; expected "
+             f"--device=cuda, or --cuda_graphs=False")
     config, given, find_batch = fit_batch.first_guess(config)
     if mode.chosen(config):
         config = config.changed(out_dir=on_master(mode.make_folder, config))

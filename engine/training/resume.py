@@ -17,7 +17,7 @@ from engine.untrusted import MAX_JSON, read_json, reading, reason
 STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are not a path
 # Settings of the machine and the session: a resumed run does not take them from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
-              "fsdp", "compile", "activation_checkpointing", "supervise",
+              "fsdp", "compile", "cuda_graphs", "activation_checkpointing", "supervise",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
               "checks", "json", "seeds"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.

@@ -35,6 +35,12 @@ def check_settings(config):
                             init_from=config.init_from, vocab_source=config.vocab_source)
     if config.eval_only and config.supervise:
         fail("--eval_only and --supervise: expected one of them")
+    if config.cuda_graphs and not config.compile:
+        fail("cuda_graphs is True without compile, whose graphs are recorded; expected "
+             "--compile=True beside it")
+    if config.cuda_graphs and distributed.world > 1:
+        fail("--cuda_graphs=True is for one process; several exchange gradients while they compute "
+             "them, which is not recorded")
     if not 0 < config.learning_rate < 1:
         fail(f"learning_rate is {config.learning_rate}, expected above 0 and below 1; 1e-3 is a "
              f"good start")
