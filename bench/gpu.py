@@ -345,11 +345,23 @@ def read_log(out_dir):
 
 def training():
     """Train stories110M in bfloat16, compiled; report medians of the rows after the first."""
-    out_dir = "cache/bench/train110M"
-    call(sys.executable, "train.py", "config/stories110M.py", f"--data={random_data()}",
+    return train("config/stories110M.py", "--gradient_accumulation_steps=8")
+
+
+def recorded():
+    """Train a small model with CUDA graphs and without: speeds, and losses that should agree."""
+    options = ["config/stories15M.py", "--batch_size=8", "--gradient_accumulation_steps=2",
+               "--optimizer=muon"]
+    return {f"cuda_graphs={value}": train(*options, f"--cuda_graphs={value}")
+            for value in (False, True)}
+
+
+def train(*options):
+    """Run train.py for 40 steps on random tokens; return medians of the rows after the first."""
+    out_dir = "cache/bench/train"
+    call(sys.executable, "train.py", *options, f"--data={random_data()}",
          f"--out_dir={out_dir}", "--init_from=scratch", "--checks=none", "--max_iters=40",
-         "--warmup_iters=5", "--log_interval=5", "--eval_iters=1",
-         "--gradient_accumulation_steps=8", limit=200)
+         "--warmup_iters=5", "--log_interval=5", "--eval_iters=1", limit=200)
     log = read_log(out_dir)
     timed = [row for row in log if "perf/tokens_per_sec" in row][1:]
     return {"tok_s": round(median(row["perf/tokens_per_sec"] for row in timed)),
@@ -360,12 +372,37 @@ def training():
 def beside():
     """
     Run bench/train.py at the shape of stories110M: ours, VARIANTS, transformers' Llama, nanoGPT.
+    """
+    return train_in_turns(*TRAINING, "--hf=True", "--variants=True", f"--nanogpt={nanogpt}")
 
-    "over ours" is a speed relative to ours, compiled.
+
+# What a small model may gain from: ours first without, then with each.
+SMALL = ["ours, compiled", "ours, graphs, compiled", "ours, packed, compiled",
+         "ours, packed, graphs, compiled", "ours, half, compiled", "ours, half, graphs, compiled",
+         "ours, joined, compiled", "ours, muon, compiled", "ours, compiled muon, compiled",
+         "ours, compiled muon, graphs, compiled"]
+
+
+def graphs(shape, batch):
+    """
+    Measure training with CUDA graphs and what else may help a small model, beside nanoGPT.
+
+    batch: (sequences, tokens of each).
+    """
+    names = SMALL + ["nanoGPT, compiled", "nanoGPT, graphs, compiled"] * bool(nanogpt)
+    return train_in_turns(f"config/stories{shape}.py", f"--batch_size={batch[0]}",
+                          f"--max_seq_len={batch[1]}", "--dtype=bfloat16", "--threads=0",
+                          f"--nanogpt={nanogpt}", f"--programs={'; '.join(names)}")
+
+
+def train_in_turns(*options):
+    """
+    Run bench/train.py with these options, 10 steps a turn. Return {program: {name: value}}; "over
+    ours" is a speed relative to ours, compiled.
     """
     file = Path("cache/bench/train.json")
-    call(sys.executable, "bench/train.py", *TRAINING, "--hf=True", "--variants=True",
-         "--together=True", "--steps=10", f"--nanogpt={nanogpt}", f"--json_file={file}", limit=300)
+    call(sys.executable, "bench/train.py", *options, "--together=True", "--steps=10",
+         f"--json_file={file}", limit=300)
     measured = json.loads(file.read_text())
     rows = {row["program"]: row for row in measured["programs"]}
     ours = rows["ours, compiled"]["tokens_per_sec"]
@@ -450,7 +487,10 @@ STEPS = [("machine", machine, 5),
          ("mixtures", mixtures, 30),
          ("training", training, 120),
          ("resume", resume, 40),
-         ("beside", beside, 150),
+         ("beside", beside, 180),
+         ("recorded", recorded, 150),
+         ("graphs 15M", lambda: graphs("15M", (8, 256)), 180),
+         ("graphs 110M", lambda: graphs("110M", (16, 1024)), 220),
          ("profile", profile, 50),
          ("variants", variants, 40),
          ("attention", attention, 5),
@@ -467,7 +507,7 @@ def show_plan():
     total = 0
     for name, step, expected in STEPS:
         total += expected
-        doc = speed.__doc__ if name.startswith("speed") else step.__doc__
+        doc = {"speed": speed, "graphs": graphs}.get(name.split()[0], step).__doc__
         summary = doc.strip().split("\n")[0]
         mark = "  " if total <= seconds else "+ "
         print(f"{name:12}{expected:>5} s {total:>5} s {mark}{summary}")

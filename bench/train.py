@@ -7,12 +7,14 @@ with the same model sizes and tokens.
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
     python bench/train.py --profile="ours, compiled"         time of each operation in a step
     python bench/train.py --compile=True --variants=True     cost of each variant (on a GPU)
+    python bench/train.py --programs="ours, compiled; ours, graphs, compiled"
 
 A step is the forward pass, the backward pass, gradient clipping and the optimizer's update. Each
 program runs in its own process, so its peak memory is measured separately. The programs take turns
 of a few steps. The reported speed is the median over the turns. Weights and tokens are random.
 """
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -47,6 +49,7 @@ muon = False        # also measure ours with Muon
 compile = False     # also measure ours with torch.compile
 recompute = False   # also measure ours with activation checkpointing
 variants = False    # also measure VARIANTS of ours, compiled
+programs = ""       # measure these programs beside ours, separated by semicolons, and no others
 profile = ""        # list the most expensive operations of this program, and measure nothing else
 json_file = ""      # file for the result
 worker = ""         # internal: name of the program that this process runs
@@ -128,6 +131,32 @@ def build_hf(torch_device):
     return model, opt, loss_of, 0
 
 
+def joined_product(x, *linears):
+    """Return the output of each of these bias-free linears for x, computed by one product."""
+    weights = [linear.weight.to(x.dtype) for linear in linears]  # autocast would join first
+    return torch.nn.functional.linear(x, torch.cat(weights)).split([*map(len, weights)], -1)
+
+
+def joined_attention(layer, x, rope, cache=None, mask=None):
+    """Return Attention.forward without a cache, with queries, keys and values in one product."""
+    q, k, v = (z.unflatten(-1, (-1, layer.args.head_dim))
+               for z in joined_product(x, layer.wq, layer.wk, layer.wv))
+    return layer.wo(ops.attention(ops.rotate(q, rope), ops.rotate(k, rope), v, mask))
+
+
+def joined_feed_forward(layer, x):
+    """Return FeedForward.forward, with w1 and w3 in one product."""
+    return layer.w2(ops.swiglu(*joined_product(x, layer.w1, layer.w3)))
+
+
+def join_products(model):
+    """Let the blocks join matrices on their way to a product; the parameters stay as they are."""
+    for block in model.layers:
+        attention, feed_forward = block.attention, block.feed_forward
+        attention.forward = functools.partial(joined_attention, attention)
+        feed_forward.forward = functools.partial(joined_feed_forward, feed_forward)
+
+
 # Variants of "ours, compiled"; `make` applies them by name.
 VARIANTS = {
     "mask": "attention within documents by a mask",
@@ -140,10 +169,18 @@ PROGRAMS = {
     "ours, muon": build_ours_muon,
     "ours, compiled": build_ours,
     "ours, recompute": build_ours,
+    "ours, graphs, compiled": build_ours,  # CUDA graphs, as --cuda_graphs makes them
+    "ours, half, graphs, compiled": build_ours,
+    "ours, packed, graphs, compiled": build_ours,
+    "ours, joined, compiled": build_ours,  # one product for wq, wk and wv, one for w1 and w3
+    "ours, muon, compiled": build_ours_muon,  # all but Muon's iterations
+    "ours, compiled muon, compiled": build_ours_muon,
+    "ours, compiled muon, graphs, compiled": build_ours_muon,
     **{f"ours, {variant}, compiled": build_ours for variant in VARIANTS},
     "llama2.c": build_llama2c,
     "nanoGPT": build_nanogpt,
     "nanoGPT, compiled": build_nanogpt,
+    "nanoGPT, graphs, compiled": build_nanogpt,
     "transformers": build_hf,
 }
 
@@ -155,18 +192,25 @@ def make(name):
     Return (step, device, FLOPs per token) of a program. step() runs one training step and returns
     its loss, a tensor on the device. FLOPs are 0 for programs other than ours.
     """
+    from optim import own_gradients
     torch_device = distributed.setup(device)
     torch.manual_seed(1)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the turns' results
         model, opt, loss_of, flops = PROGRAMS[name](torch_device)
-    net = torch.compile(model) if name.endswith("compiled") else model
+    has_graphs = "graphs" in name
+    how = "reduce-overhead" if has_graphs else None  # torch.compile's name of CUDA graphs
+    if "joined" in name:
+        join_products(model)
+    net = torch.compile(model, mode=how) if name.endswith("compiled") else model
+    if "compiled muon" in name:
+        opt.compile(mode=how)
     model.recompute = name.endswith("recompute")
     amp = torch.autocast(torch_device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     tokens = torch.randint(2, vocab_size, (batch_size, max_seq_len + 1))
     if "mask" in name or "packed" in name:
         tokens[:, ::200] = model.bos_id = 1  # documents of 200 tokens
     if "packed" in name:
-        documents = ops.documents_of(tokens[:, :-1].contiguous(), 1, torch_device)
+        documents = ops.documents_of(tokens[:, :-1].contiguous(), 1, torch_device, has_graphs)
 
         def loss_of(net, x, y):
             return net(x, y, documents=documents)[1]
@@ -180,6 +224,8 @@ def make(name):
         with amp:
             loss = loss_of(net, x, y)
         loss.backward()
+        if has_graphs:
+            own_gradients(model)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         read = distributed.read_async(torch.stack((loss.detach(), norm)))
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
@@ -263,6 +309,8 @@ def best_product():
 def chosen_programs():
     """Return the names of the programs that the options ask for."""
     names = ["ours"]
+    if programs:
+        return names + [name.strip() for name in programs.split(";")]
     names += ["ours, muon"] * muon
     names += ["ours, compiled"] * compile
     names += ["ours, recompute"] * recompute
@@ -313,11 +361,11 @@ def report(first, turns, peak):
                      "mfu": 100 * median * flops / peak, "first_turn_s": first[name]["seconds"]})
     print(f"{preset}, batch {batch_size} x {max_seq_len}, {dtype}, {threads} threads, torch "
           f"{torch.__version__}; a matmul of this machine: {peak / 1e9:.0f} GFLOP/s")
-    print(f"{'program':<18}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}"
+    print(f"{'program':<38}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}"
           f"{'loss':>8}{'first turn s':>14}")
     for r in rows:
         ratio = rows[0]["tokens_per_sec"] / r["tokens_per_sec"]
-        print(f"{r['program']:<18}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}"
+        print(f"{r['program']:<38}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}"
               f"{r['fastest']:>8.0f}{ratio:>8.2f}x{r['mfu']:>7.1f}{r['mib']:>7.0f}"
               f"{r['loss']:>8.3f}{r['first_turn_s']:>14.1f}")
     if json_file:
@@ -335,8 +383,9 @@ if __name__ == "__main__":
         torch.set_num_threads(threads)
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected float32 or bfloat16")
-    if profile and profile not in PROGRAMS:
-        fail(f"--profile={profile}: expected one of {'; '.join(PROGRAMS)}")
+    for name in chosen_programs() + [profile] * bool(profile):
+        if name not in PROGRAMS:
+            fail(f"there is no program {name!r}; expected some of {'; '.join(PROGRAMS)}")
     if worker:
         work(worker)
     elif profile:
