@@ -1846,8 +1846,9 @@ class CopiesToTheDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **kwargs or {})
-        source = args[1] if function is torch.ops.aten.copy_.default else args[0] if function is torch.ops.aten._to_copy.default else None
-        self.count += isinstance(source, torch.Tensor) and source.device.type == "cpu" and found.device.type == "meta"
+        source = {torch.ops.aten.copy_.default: 1, torch.ops.aten._to_copy.default: 0}.get(function)  # index of the argument
+        if source is not None and args[source].device.type == "cpu" and found.device.type == "meta":
+            self.count += 1
         return found
 
 
@@ -1864,7 +1865,8 @@ def test_a_usual_step_waits_for_the_device_once(monkeypatch, case, kind):
     opt.averaging, model.bos_id = 0.1, 1
     x, y = torch.ones(2, 6, 8, dtype=torch.long)
     dataset = SimpleNamespace(separator=1, places=lambda step: np.arange(48).reshape(6, 8))
-    ngrams = SimpleNamespace(tokens=np.ones(48, np.int64), V=10, counted=40, probabilities=lambda at: np.ones((len(at), 10), np.float32))
+    ngrams = SimpleNamespace(tokens=np.ones(48, np.int64), V=10, counted=40,
+                             probabilities=lambda at: np.ones((len(at), 10), np.float32))
     teachers = distill.Teachers([], ngrams) if case == "ngrams" else None
     t = SimpleNamespace(args=args, model=model, network=model, opt=opt, device=device, dataset=dataset, amp=contextlib.nullcontext(),
                         teachers=teachers)
