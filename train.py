@@ -506,7 +506,7 @@ def main(config, steps=math.inf):
     if compile:
         how = "reduce-overhead" if cuda_graphs else None  # torch.compile's name of CUDA graphs
         network = torch.compile(network, mode=how)
-        if device.type == "cuda":
+        if cuda_graphs:
             opt.compile(mode=how)
     saves = not eval_only and mode.chosen(config) in (None, "dry_run")  # other modes save nothing
     exports = saves and check_export(args, model, dataset.tokenizer, state["chat"])
