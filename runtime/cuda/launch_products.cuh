@@ -100,16 +100,20 @@ static const struct TileShape {
 };
 
 enum {
-    MAX_STAGES = 3,      // max stages of x in shared memory; at least 2 are needed
+    // max stages of x in shared memory; at least 2 are needed
+    MAX_STAGES = RAW_STAGES > 0 ? RAW_STAGES : 3,
     MAX_SHARERS = 3,     // max blocks that share a tile, unless it has the smallest shape
     MIN_BLOCK_STEPS = 4, // min steps of a block
 };
 
-// Returns the bytes of shared memory that a tile needs. Its buffers (weights of two steps, x of
-// `stages` steps) and later its sums use the same memory.
-static size_t tile_bytes(const TileShape &shape, int stages) {
-    size_t rows = 2 * (size_t)shape.rows + (size_t)stages * shape.tokens;
-    return std::max(sizeof(__half) * PITCH * rows, sizeof(float) * (shape.rows + 4) * shape.tokens);
+// Returns the bytes of shared memory that a tile needs. Its buffers (weights of two steps or, with
+// RAW_STAGES, of more; x of `stages` steps) and later its sums use the same memory.
+static size_t tile_bytes(const TileShape &shape, Type type, int stages) {
+    const size_t row = sizeof(__half) * PITCH;
+    size_t weights =
+        RAW_STAGES > 0 ? raw_weights_bytes(type, shape.rows, stages) : 2 * row * shape.rows;
+    return std::max(weights + row * stages * shape.tokens,
+                    sizeof(float) * (shape.rows + 4) * shape.tokens);
 }
 
 static int count_tiles(const Products &products, const TileShape &shape, int T, bool gated) {
@@ -124,18 +128,19 @@ static int count_tiles(const Products &products, const TileShape &shape, int T, 
 // x (T, cols); gated: the first product's out becomes SwiGLU of both.
 static bool launch_tensor(Cuda *c, const Products &products, const float *x, int T, bool gated) {
     int cols = products.list[0].w.cols, stages = MAX_STAGES;
+    Type type = products.list[0].w.type;
     size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // minus is_last_block's variable
     const TileShape *shape = TILE_SHAPES, *smallest = std::end(TILE_SHAPES) - 1;
     auto is_too_large = [&](const TileShape &s) {
         bool is_half_empty = T <= s.tokens - 128; // at least 128 tokens beyond T
-        return is_half_empty || tile_bytes(s, 2) > max_shared
+        return is_half_empty || tile_bytes(s, type, 2) > max_shared
                || count_tiles(products, s, T, gated) * MAX_SHARERS < c->multiprocessors;
     };
     while (shape < smallest && is_too_large(*shape)) shape++;
-    while (stages > 2 && tile_bytes(*shape, stages) > max_shared) stages--;
-    size_t shared = tile_bytes(*shape, stages);
+    while (stages > 2 && tile_bytes(*shape, type, stages) > max_shared) stages--;
+    size_t shared = tile_bytes(*shape, type, stages);
     if (shared > max_shared) return false;
-    TensorKernel *kernel = shape->kernel(products.list[0].w.type);
+    TensorKernel *kernel = shape->kernel(type);
     if (c->half_x_source != x) launch(c, convert, ceil_div(n, 256), 256, 0, c->half_x, x, n);
     const __half *half_x = c->half_x;
     TilePlan plan = {};

@@ -6,9 +6,17 @@
 // sums that the others wrote, in the order of the columns.
 //
 // Weights go from global memory through registers, where they become half precision, to shared
-// memory. x is copied to shared memory asynchronously, some steps ahead.
+// memory. x is copied to shared memory asynchronously, some steps ahead. With RAW_STAGES the weights
+// are copied in the same way, as they are, and become half precision in shared memory.
 #pragma once
 #include "products.cuh"
+
+// RAW_STAGES=4 compiles a program whose prompts copy weights and x up to 3 steps ahead, to measure
+// the speedup (multiply_raw_steps). 0 compiles what was measured: weights go through registers, one
+// step ahead (multiply_steps). Other numbers from 2 on are possible.
+#ifndef RAW_STAGES
+#define RAW_STAGES 0
+#endif
 
 enum {
     STEP_COLS = 64,        // a multiple of 64: 16 columns for each of up to 4 groups of warps
@@ -363,6 +371,291 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
 }
 
 // ----------------------------------------------------------------------------
+// Multiplication of raw weights (RAW_STAGES)
+//
+// The bytes of the units of a step, and the words of their scales, are copied to one of several
+// places in shared memory, a ring. A thread converts the units that it copied itself, so it waits
+// for its own copies alone. A step needs one barrier, as in multiply_steps.
+//
+// Types of 8 bits and less are converted from the ring to one of two tiles in half precision. Those
+// of 16 bits are copied to where they belong in a tile, and become half precision in place: then the
+// ring has the tiles, and there are no others. Converting them in the registers of fragments instead
+// would convert each weight TOKENS / WARP_TILE times.
+//
+// Shared memory of a block, in bytes, with RAW_STAGES=4 and tiles of 128 rows and 128 tokens, where a
+// tile in half precision and a step of x have 128 * PITCH * 2 = 18,432:
+//   F16, BF16     5 tiles                           92,160   with 4 steps of x   165,888
+//   Q8_0          3 steps of 10,240, 2 tiles        67,584                       141,312
+//   Q4_0, Q4_1    3 steps of  5,120, 2 tiles        52,224                       125,952
+//   Q5, Q4_K      3 steps of  6,144, 2 tiles        55,296                       129,024
+//   Q5_K, Q6_K    3 steps of  7,168 and 8,192       58,368, 61,440      132,096, 135,168
+// So one block fits on a multiprocessor of 8.0 (163 KB) and 9.0 (227 KB), as without RAW_STAGES: its
+// 256 threads need 128 registers each for sums alone, so a second block would need half of that.
+// Where there is less memory, launch_tensor takes fewer steps: with 100 KB (8.6, 8.9, 12.0) two or
+// three. With 128 rows and 256 tokens, BF16 has room for 3 steps in 227 KB (184,320), the others for 4.
+//
+// There are no bank conflicts: the units of a step and the words of their scales lie in the order of
+// the threads, which read and write them as they were copied. The rows of a tile are 144 bytes
+// apart, so that 8 rows begin 4 banks apart each. So the 8 rows of 16 bytes that a tensor core's load
+// reads together have banks of their own; and so have the 8 pieces of 16 bytes that 8 threads store
+// together: of one row (16 bits), of two rows 32 bytes apart (Q8_0), of four 64 bytes apart (others).
+
+// Returns how many words of m.scales have the scale of a unit.
+static constexpr __host__ __device__ int raw_words(Type type) {
+    switch (type) {
+    case Q8_0:
+    case Q4_0:
+    case Q4_1: return 1;
+    case Q5_0:
+    case Q5_1:
+    case Q4_K: return 2;
+    case Q5_K: return 3;
+    case Q6_K: return 4;
+    default: return 0;
+    }
+}
+
+// Whether the type's units are converted where they were copied to.
+static constexpr __host__ __device__ bool converts_in_place(Type type) {
+    return type == F16 || type == BF16;
+}
+
+// Returns the bytes of a step's weights in the ring, for tiles of `rows` rows.
+static constexpr __host__ __device__ int raw_stage_bytes(Type type, int rows) {
+    int units = rows * STEP_COLS / (type == Q8_0 ? 16 : 32);
+    return converts_in_place(type) ? rows * PITCH * (int)sizeof(__half)
+                                   : units * (int)(sizeof(uint4) + 4 * raw_words(type));
+}
+
+// Returns how many steps the ring has, if x has `stages` steps. At the barrier before a step is
+// multiplied, the weights of the next are there, and those of the `stages` - 2 after it are on their
+// way. A step converted in place is multiplied, and stays, for one step more; its place is filled
+// after the barrier that follows.
+static constexpr __host__ __device__ int ring_stages(Type type, int stages) {
+    return converts_in_place(type) ? stages + 1 : stages - 1;
+}
+
+// Returns the bytes of the ring and, unless it has them, of two tiles in half precision.
+static constexpr __host__ __device__ int raw_weights_bytes(Type type, int rows, int stages) {
+    int tiles = converts_in_place(type) ? 0 : 2 * rows * PITCH * (int)sizeof(__half);
+    return ring_stages(type, stages) * raw_stage_bytes(type, rows) + tiles;
+}
+
+// RawScale<type> reads the scale of 32 elements from m.scales by words. `block` numbers the groups of
+// 32 elements of the flattened matrix.
+//   word_at(block, w)   returns the index in m.scales of word w of raw_words(type)
+//   make(words, block)  returns the scale, made of these words
+template <Type type> struct RawScale { // F16, BF16: none
+    static __device__ size_t word_at(size_t, int) { return 0; }
+    static __device__ typename Format<type>::Scale make(const uint32_t *, unsigned) { return {}; }
+};
+
+// Returns half of a word: the lower for an even number, the upper for an odd one.
+static __device__ uint16_t half_word(uint32_t word, unsigned i) {
+    return (uint16_t)(word >> i % 2 * 16);
+}
+
+struct RawHalf { // two neighbours share a word, because copies are of 4 bytes at least
+    static __device__ size_t word_at(size_t block, int) { return block / 2; }
+    static __device__ __half make(const uint32_t *words, unsigned block) {
+        uint16_t bits = half_word(words[0], block);
+        return *(const __half *)&bits;
+    }
+};
+template <> struct RawScale<Q8_0> : RawHalf {};
+template <> struct RawScale<Q4_0> : RawHalf {};
+
+template <> struct RawScale<Q4_1> {
+    static __device__ size_t word_at(size_t block, int) { return block; }
+    static __device__ Format<Q4_1>::Scale make(const uint32_t *words, unsigned) {
+        return {*(const __half2 *)words};
+    }
+};
+
+struct RawFifthBits {
+    static __device__ size_t word_at(size_t block, int w) { return 2 * block + w; }
+    static __device__ FifthBits::Scale make(const uint32_t *words, unsigned) {
+        return {*(const __half2 *)words, words[1]};
+    }
+};
+template <> struct RawScale<Q5_0> : RawFifthBits {};
+template <> struct RawScale<Q5_1> : RawFifthBits {};
+
+// The types with large blocks: word 0 is the block's first, word 1 has the scale and its
+// neighbour's, the others are the unit's upper bits.
+template <Type type> static __device__ size_t word_of_large_block(size_t block, int w) {
+    const int UPPER = raw_words(type) - 2;
+    int sub = (int)(block % 8);
+    size_t first = block / 8 * (scale_bytes(type) / 4);
+    return first + (w == 0 ? 0 : w == 1 ? 1 + sub / 2 : 5 + UPPER * sub + w - 2);
+}
+
+template <> struct RawScale<Q4_K> {
+    static __device__ size_t word_at(size_t block, int w) {
+        return word_of_large_block<Q4_K>(block, w);
+    }
+    static __device__ Format<Q4_K>::Scale make(const uint32_t *words, unsigned block) {
+        return {*(const __half2 *)words, half_word(words[1], block)};
+    }
+};
+
+template <> struct RawScale<Q5_K> {
+    static __device__ size_t word_at(size_t block, int w) {
+        return word_of_large_block<Q5_K>(block, w);
+    }
+    static __device__ Format<Q5_K>::Scale make(const uint32_t *words, unsigned block) {
+        return {RawScale<Q4_K>::make(words, block), words[2]};
+    }
+};
+
+template <> struct RawScale<Q6_K> {
+    static __device__ size_t word_at(size_t block, int w) {
+        return word_of_large_block<Q6_K>(block, w);
+    }
+    static __device__ Format<Q6_K>::Scale make(const uint32_t *words, unsigned block) {
+        return {*(const __half *)words, half_word(words[1], block), words[2], words[3]};
+    }
+};
+
+// A thread's part of a tile's raw weights: the units of a step that WeightStage numbers alike.
+// A step in the ring is, in place, (R, PITCH) elements of 16 bits; else uint4 (TOTAL,), the units,
+// and then words (raw_words(type), TOTAL) of their scales.
+template <Type type, int R> struct RawWeights {
+    typedef WeightStage<type, R> Units;
+    static const int N = Format<type>::N, WORDS = raw_words(type);
+    const uint4 *rows[Units::UNITS];      // where the row of unit j begins
+    const uint32_t *scales[Units::UNITS]; // of the matrix of unit j
+    size_t first_block[Units::UNITS];     // of the row, as RawScale numbers them
+
+    __device__ RawWeights(const TileRows &tile, int cols) {
+#pragma unroll
+        for (int j = 0; j < Units::UNITS; j++) {
+            Mat m;
+            size_t first = tile.row_of<R>(Units::unit_row(j) % R, &m) * cols;
+            rows[j] = (const uint4 *)m.data + first / N;
+            scales[j] = (const uint32_t *)m.scales, first_block[j] = first / 32;
+        }
+    }
+
+    static __device__ int number(int j) { return threadIdx.x + j * TENSOR_THREADS; }
+    static __device__ __half *in_tile(int j, __half *tile) {
+        return tile + Units::unit_row(j) * PITCH + Units::unit_col();
+    }
+    static __device__ uint4 *unit_at(int j, char *stage) {
+        return converts_in_place(type) ? (uint4 *)in_tile(j, (__half *)stage)
+                                       : (uint4 *)stage + number(j);
+    }
+    static __device__ uint32_t *words_at(int j, char *stage) {
+        return (uint32_t *)(stage + Units::TOTAL * sizeof(uint4)) + number(j);
+    }
+
+    // Starts the copy of unit j of the step that begins at column k. Columns beyond the last become
+    // zero, and so do their scales.
+    __device__ void copy(int j, int cols, int k, char *stage) const {
+        if (!Units::is_used(j)) return;
+        int col = k + Units::unit_col();
+        size_t zeros = col < cols ? 0 : 16;
+        if (zeros) col = 0;
+        __pipeline_memcpy_async(unit_at(j, stage), rows[j] + col / N, 16, zeros);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) {
+            size_t at = RawScale<type>::word_at(first_block[j] + col / 32, w);
+            __pipeline_memcpy_async(words_at(j, stage) + w * Units::TOTAL, scales[j] + at, 4,
+                                    zeros / 4);
+        }
+    }
+
+    // Converts unit j of the step to half precision, once its copy is done. tile (R, PITCH) is the
+    // stage itself if the type converts in place.
+    __device__ void convert(int j, char *stage, __half *tile) const {
+        if (!Units::is_used(j) || type == F16) return;
+        uint32_t words[WORDS + 1]; // one more, because an array can't be empty
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[w] = words_at(j, stage)[w * Units::TOTAL];
+        // A step has an even number of blocks, so the row's first decides which are odd.
+        unsigned block = (unsigned)first_block[j] + Units::unit_col() / 32;
+        auto unit = Format<type>::make_unit(*unit_at(j, stage), RawScale<type>::make(words, block));
+        uint4 halves[N / 8], *to = (uint4 *)in_tile(j, tile);
+        unit_to_halves<type>(unit, halves);
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) to[i] = halves[i];
+    }
+};
+
+// Computes `sums` of some steps of a tile. While a step is multiplied, the weights of the next
+// become half precision, and the copies of the step p.stages further are started.
+// x (T, cols) in half precision. shared: raw_weights_bytes, then xs (stages, TOKENS, PITCH).
+template <Type type, int R, int TOKENS>
+static __device__ void multiply_raw_steps(Sums sums[4][4], const TileSteps &tile, const __half *x,
+                                          const TilePlan &p, char *shared) {
+    typedef WarpLayout<R, TOKENS> Warps;
+    typedef RawWeights<type, R> Weights;
+    const bool IN_PLACE = converts_in_place(type);
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // of 16 columns, per group of warps
+    const int W_SIZE = R * PITCH, X_SIZE = TOKENS * PITCH, STAGE = raw_stage_bytes(type, R);
+    const int n_slots = ring_stages(type, p.stages), first = tile.first, end = tile.end;
+    __half *tiles = (__half *)(shared + n_slots * STAGE); // (2, R, PITCH) unless IN_PLACE
+    __half *xs = (__half *)(shared + raw_weights_bytes(type, R, p.stages));
+    bool has_tokens = tile.t0 + Warps::token() < p.T;
+    Weights weights(tile.rows, p.cols);
+    auto copy_x = [&](int step, int slot) {
+        copy_x_async<TOKENS>(xs + slot * X_SIZE, x, tile.t0, p.T, p.cols, step * STEP_COLS);
+    };
+    auto tile_of = [&](int step, int slot) { // in half precision
+        return IN_PLACE ? (__half *)(shared + slot * STAGE) : tiles + (step - first) % 2 * W_SIZE;
+    };
+    // Converts unit j of a step, which is in `slot` of the ring. Then starts the copy of the same
+    // unit p.stages - 1 steps further: to the same slot, or, in place, to that of two steps before.
+    auto renew_weights = [&](int j, int step, int slot) {
+        int later = step + p.stages - 1, free_slot = slot;
+        if (IN_PLACE) free_slot = slot >= 2 ? slot - 2 : slot - 2 + n_slots;
+        if (step < end) weights.convert(j, shared + slot * STAGE, tile_of(step, slot));
+        if (later < end) weights.copy(j, p.cols, later * STEP_COLS, shared + free_slot * STAGE);
+    };
+    for (int i = 0; i < p.stages - 1; i++) {
+        if (first + i < end) {
+            copy_x(first + i, i);
+#pragma unroll
+            for (int j = 0; j < Weights::Units::UNITS; j++)
+                weights.copy(j, p.cols, (first + i) * STEP_COLS, shared + i * STAGE);
+        }
+        __pipeline_commit();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
+    __pipeline_wait_prior(p.stages - 2); // the thread's units of the first step are there
+#pragma unroll
+    for (int j = 0; j < Weights::Units::UNITS; j++) renew_weights(j, first, 0);
+    __pipeline_commit();
+    int slot = 0, x_slot = 0; // of the step that is multiplied
+    for (int s = first; s < end; s++) {
+        // The thread's units of the next step are there, and its part of this step's x.
+        __pipeline_wait_prior(p.stages - 2);
+        __syncthreads(); // this step's weights and x are visible; the step before is finished
+        int next_slot = slot + 1 < n_slots ? slot + 1 : 0;
+        int last_x_slot = x_slot > 0 ? x_slot - 1 : p.stages - 1;
+        if (s + p.stages - 1 < end) copy_x(s + p.stages - 1, last_x_slot);
+        const __half *w_now = tile_of(s, slot), *x_now = xs + x_slot * X_SIZE;
+        auto renew_some = [&](int slice) {
+#pragma unroll
+            for (int j = slice; j < Weights::Units::UNITS; j += SLICES)
+                renew_weights(j, s + 1, next_slot);
+        };
+#pragma unroll
+        for (int i = 0; i < SLICES; i++) {
+            int k = (i * Warps::GROUPS + Warps::group()) * 16;
+            // Half of the warps convert weights while the other half use the tensor cores.
+            if (threadIdx.x < TENSOR_THREADS / 2) renew_some(i);
+            if (has_tokens) Warps::multiply(sums, w_now + k, x_now + k);
+            if (threadIdx.x >= TENSOR_THREADS / 2) renew_some(i);
+        }
+        __pipeline_commit();
+        slot = next_slot, x_slot = x_slot + 1 < p.stages ? x_slot + 1 : 0;
+    }
+    __syncthreads(); // the buffers may be overwritten
+}
+
+// ----------------------------------------------------------------------------
 // Results
 
 // A thread's part of a tile's finished sums, in quads: the sums of 4 rows for one token. A thread
@@ -481,8 +774,9 @@ static __device__ bool is_last_of_tile(const float *tile, const TilePlan &p, boo
 }
 
 // Computes the products of many tokens.
-// x (T, cols) in half precision; cols is a multiple of 32. Dynamic shared memory: TileBuffers;
-// after a tile's last step the same memory holds its sums (TOKENS, SUM_PITCH).
+// x (T, cols) in half precision; cols is a multiple of 32. Dynamic shared memory: TileBuffers, or
+// what multiply_raw_steps needs; after a tile's last step the same memory holds its sums (TOKENS,
+// SUM_PITCH).
 // Grid: at most as many blocks as there are steps; block: TENSOR_THREADS threads.
 template <Type type, int R, int TOKENS>
 static __global__ void __launch_bounds__(TENSOR_THREADS, 1)
@@ -490,7 +784,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, 1)
                   const __grid_constant__ TilePlan p) {
     LAUNCH_SHARED(shared);
     __half *ws = (__half *)shared;
-    TileBuffers buffers = {ws, ws + 2 * R * PITCH};
+    [[maybe_unused]] TileBuffers buffers = {ws, ws + 2 * R * PITCH};
     int step = first_step(p, blockIdx.x), end = first_step(p, blockIdx.x + 1);
     prefetch_first<type, R>(products, p, step);
     for (int n; step < end; step += n) {
@@ -498,7 +792,9 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, 1)
         n = min(p.steps - first, end - step);
         TileSteps steps = {TileRows::of<R>(products, p, tile), t0, first, first + n};
         Sums sums[4][4];
-        multiply_steps<type, R, TOKENS>(sums, steps, x, p, buffers);
+        if constexpr (RAW_STAGES > 0)
+            multiply_raw_steps<type, R, TOKENS>(sums, steps, x, p, (char *)shared);
+        else multiply_steps<type, R, TOKENS>(sums, steps, x, p, buffers);
         WarpLayout<R, TOKENS>::add_groups(sums, shared);
         int from = block_of_step(p, tile * p.steps);
         int to = block_of_step(p, (tile + 1) * p.steps - 1);
