@@ -18,6 +18,16 @@
 #define RAW_STAGES 0
 #endif
 
+// STORES_FIRST=1 compiles another order of multiply_steps, to measure the speedup: a thread stores
+// all its weights of a step before it loads the first of the next, and a load clears nothing. nvcc
+// 13.0 counts all of these loads in one of a warp's six scoreboards, and whatever touches the
+// registers of one load waits until no load is on its way. So in the order that was measured, each
+// unit is converted, or cleared, only once the load of the unit before it is done, which has just
+// been issued.
+#ifndef STORES_FIRST
+#define STORES_FIRST 0
+#endif
+
 enum {
     STEP_COLS = 64,        // a multiple of 64: 16 columns for each of up to 4 groups of warps
     PITCH = STEP_COLS + 8, // halves between rows in shared memory; 8 unused against bank conflicts
@@ -185,11 +195,22 @@ template <Type type, int R> struct WeightStage {
         else memset(&units[j], 0, sizeof units[j]);
     }
 
-    // Stores unit j to ws (R, PITCH).
-    __device__ void store(int j, __half *ws) const {
+    // Loads unit j of the step that begins at column k; the row's first unit, if its columns are
+    // beyond the last.
+    __device__ void load_any(int j, const TileRows &rows, int cols, int k) {
+        if (!is_used(j)) return;
+        Mat m;
+        size_t row = rows.row_of<R>(unit_row(j), &m);
+        int col = k + unit_col() < cols ? k + unit_col() : 0;
+        units[j] = load_unit<type>(m, (row * cols + col) / N);
+    }
+
+    // Stores unit j to ws (R, PITCH), or zeros if it is not `wanted`.
+    __device__ void store(int j, __half *ws, bool wanted = true) const {
         uint4 halves[N / 8];
         if (!is_used(j)) return;
         unit_to_halves<type>(units[j], halves);
+        if (!wanted) memset(halves, 0, sizeof halves);
         uint4 *to = (uint4 *)(ws + unit_row(j) * PITCH + unit_col());
 #pragma unroll
         for (int i = 0; i < N / 8; i++) to[i] = halves[i];
@@ -351,6 +372,17 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
         __half *w_next = ws + (s + 1 - first) % 2 * W_SIZE;
         // Stores a part of the next step's weights, and loads the same units of the step after it.
         auto renew_weights = [&](int slice) {
+            if constexpr (STORES_FIRST) { // all of them in the first slice or in the last
+                if (slice != (threadIdx.x < TENSOR_THREADS / 2 ? 0 : SLICES - 1)) return;
+                bool exists = (s + 1) * STEP_COLS + Weights::unit_col() < p.cols;
+#pragma unroll
+                for (int j = 0; j < Weights::UNITS; j++)
+                    if (s + 1 < end) stage.store(j, w_next, exists);
+#pragma unroll
+                for (int j = 0; j < Weights::UNITS; j++)
+                    if (s + 2 < end) stage.load_any(j, rows, p.cols, (s + 2) * STEP_COLS);
+                return;
+            }
 #pragma unroll
             for (int j = slice; j < Weights::UNITS; j += SLICES) {
                 if (s + 1 < end) stage.store(j, w_next);
