@@ -353,11 +353,15 @@ static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, b
 // ----------------------------------------------------------------------------
 // Speed
 
+// Tokens of the prompt of --bench. bench/gpu.py compiles programs with longer ones.
+#ifndef BENCH_PROMPT
+#define BENCH_PROMPT 128
+#endif
+
 enum {
     BENCH_RUNS = 5,
-    BENCH_SECONDS = 2,  // a further run begins only within this time from the start of the first
-    BENCH_PROMPT = 128, // tokens
-    WARM_UP = 20,       // tokens before the first run
+    BENCH_SECONDS = 2, // a further run begins only within this time from the start of the first
+    WARM_UP = 20,      // tokens before the first run
 };
 
 static int compare_doubles(const void *a, const void *b) {

@@ -78,6 +78,8 @@ def start_models(wanted):
     files = [*FORMATS.items()]
     if "mixtures" in wanted:
         files += MIXTURES.items()
+    elif "prompts" in wanted:
+        files.append(("1.1B", ["q4_k_m"]))
     for shape, forms in files:
         for form in forms:
             command = [sys.executable, "bench/models.py", f"--shapes={shape}",
@@ -301,6 +303,68 @@ def variants():
     return out
 
 
+# {name: nvcc's options}: ways of the weights of prompts to the tensor cores
+PROMPT_VARIANTS = {"default": "",                 # through registers, one step ahead
+                   "stores": "-DSTORES_FIRST=1",  # the same, but no load waits for another
+                   "raw": "-DRAW_STAGES=4"}       # copied as they are, three steps ahead
+PROMPT_TOKENS = [128, 512]
+PROMPT_ROUNDS = 2
+
+
+def build_prompts():
+    """Compile the PROMPT_VARIANTS: of ./runcuda for each of PROMPT_TOKENS, and of the ops."""
+    arch = "".join(map(str, torch.cuda.get_device_capability()))
+    folder = Path("cache/bench/prompts")
+    folder.mkdir(parents=True, exist_ok=True)
+    c_compiler = ["cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-DCUDA", "-c"]
+    nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-O3"]
+    library = []
+    for source in Path("runtime").glob("**/*.c"):
+        library.append(f"{folder}/{source.stem}.o")
+        call(*c_compiler, source, "-o", library[-1])
+    for n in PROMPT_TOKENS:
+        call(*c_compiler, f"-DBENCH_PROMPT={n}", "run.c", "-o", f"{folder}/run{n}.o")
+    call(*nvcc, "-c", "tests/cuda_ops.cpp", "-o", f"{folder}/cuda_ops.o")
+
+    def build_variant(name):
+        kernels = f"{folder}/{name}.o"
+        flags = PROMPT_VARIANTS[name].split()
+        call(*nvcc, *flags, "-c", "runtime/cuda/cuda.cu", "-o", kernels, limit=300)
+        for program in ("cuda_ops", *(f"run{n}" for n in PROMPT_TOKENS)):
+            call(*nvcc, f"{folder}/{program}.o", kernels, *library, "-lm", "-lpthread",
+                 "-o", f"{folder}/{program}-{name}")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build_variant, PROMPT_VARIANTS))
+    return folder
+
+
+def prompts():
+    """
+    Check the ops of the PROMPT_VARIANTS, then time prompts of 128 and 512 tokens in turns.
+
+    Return {"shape form tokens": {variant: tokens/s}}: medians over the rounds, in each of which all
+    variants run one after another, in the opposite order every second time.
+    """
+    folder = build_prompts()
+    for name in PROMPT_VARIANTS:
+        call(f"{folder}/cuda_ops-{name}", 1, 3)
+    times = {}
+    for i in range(PROMPT_ROUNDS):
+        names = list(PROMPT_VARIANTS)[::-1 if i % 2 else 1]
+        for shape, forms in (("15M", FORMATS["15M"][1:]), ("1.1B", FORMATS["1.1B"] + ["q4_k_m"])):
+            for form in forms:
+                for n in PROMPT_TOKENS:
+                    for name in names:
+                        output = call(f"{folder}/run{n}-{name}", path_of(shape, form), "--bench",
+                                      "--json", "-n", 8)
+                        rate = json.loads(output)["prompt_tokens_per_s"]
+                        of_variants = times.setdefault(f"{shape} {form} {n}", {})
+                        of_variants.setdefault(name, []).append(rate)
+    return {case: {name: round(median(rates)) for name, rates in of_variants.items()}
+            for case, of_variants in times.items()}
+
+
 def sampling():
     """Measure tokens/s of 15M in BF16 with sampling on the GPU."""
     rate = re.compile(rb"achieved tok/s: ([\d.]+)")
@@ -493,13 +557,14 @@ STEPS = [("machine", machine, 5),
          ("graphs 110M", lambda: graphs("110M", (16, 1024)), 220),
          ("profile", profile, 50),
          ("variants", variants, 40),
+         ("prompts", prompts, 320),
          ("attention", attention, 5),
          ("sampling", sampling, 10),
          ("tests", tests, 60)]
 
 # steps that read the files of bench/models.py
 NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "batches", "mixtures", "variants",
-               "sampling"}
+               "prompts", "sampling"}
 
 
 def show_plan():
@@ -538,7 +603,7 @@ def main():
     for name, step, expected in STEPS:
         if name not in wanted:
             continue
-        if name == "logits":
+        if name in NEED_MODELS:
             for process in writers:
                 process.wait()
         began = time.monotonic()

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.test_cuda import CXX, UNSANITIZED, build, run
+from tests.conftest import SANITIZE
+from tests.test_cuda import CXX, UNSANITIZED, build, build_products, run
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,26 @@ def test_races_are_found(races_bin):
 def test_kernels_have_no_races(races_bin):
     run(races_bin("tests/cuda_ops.cpp"), 1, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS="2")
 
+
+# ---- variants of prompt products, as nvcc's options
+
+@pytest.mark.parametrize("variant", ["-DRAW_STAGES=2", "-DRAW_STAGES=3", "-DRAW_STAGES=4", "-DRAW_STAGES=5", "-DSTORES_FIRST=1"])
+def test_variants_of_prompt_products(tmp_path, variant):
+    """
+    The bits of the default, under sanitizers, with as much shared memory as Turing, Ada, Ampere and Hopper have; few
+    multiprocessors make large tiles, many make blocks share them.
+    """
+    binaries = build_products(tmp_path), build_products(tmp_path, variant, SANITIZE)
+    for multiprocessors, kib in (1, 227), (1, 99), (2, 163), (12, 99), (36, 64), (132, 227):
+        environment = {"CUDA_ON_CPU_ORDER": "2", "CUDA_ON_CPU_SHARED": str(kib << 10),
+                       "CUDA_ON_CPU_MULTIPROCESSORS": str(multiprocessors)}
+        default, found = (run(binary, multiprocessors, 2, **environment).stdout for binary in binaries)
+        assert found == default
+        assert run(binaries[1], multiprocessors, 1, CUDA_ON_CPU_EARLY_COPIES="1", **environment).returncode == 0
+
+
+@pytest.mark.parametrize("variant", ["-DRAW_STAGES=3", "-DRAW_STAGES=4", "-DSTORES_FIRST=1"])
+def test_variants_of_prompt_products_have_no_races(races_bin, tmp_path, variant):
+    binary = build_products(tmp_path, variant, races=True)
+    for multiprocessors in "3", "36":
+        run(binary, 5, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS=multiprocessors)

@@ -57,6 +57,17 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
     return program
 
 
+def build_products(folder, variant="-DRAW_STAGES=0", emulated=UNSANITIZED, races=False):
+    """cuda_products with the kernels of a variant; with `races` under ThreadSanitizer."""
+    races_flag = ["-DRACES"] * races
+    command = [*EMULATED, *emulated, "-g0", variant, *races_flag, *WATCH * races]
+    objects = [compile_object("tests/cuda_products.cpp", command),
+               compile_object("tests/cuda_on_cpu/fibers.cpp", [*EMULATED, "-O2", *races_flag])]
+    program = folder / f"cuda_products{variant}"
+    subprocess.run([CXX, *emulated, *["-fsanitize=thread"] * races, "-o", program, *objects], check=True)
+    return program
+
+
 def run(binary, *args, status=0, limit=300, **environment):
     environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
     environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0")
@@ -68,6 +79,20 @@ def run(binary, *args, status=0, limit=300, **environment):
 def test_the_kernels_are_valid_beside_their_emulation():
     """make test-long runs them; this finds what does not compile."""
     subprocess.run([*EMULATED, "-fsyntax-only", "runtime/cuda/cuda.cu"], check=True, cwd=ROOT)
+
+
+def test_variants_of_prompt_products_have_the_same_bits(tmp_path):
+    """
+    Weights of all types copied as they are, or stored before others are loaded; each also beside sums in double precision.
+    Copies are done as late as they may be, and then at once.
+    """
+    environment = {"CUDA_ON_CPU_ORDER": "2", "CUDA_ON_CPU_MULTIPROCESSORS": "3"}
+    variants = "-DRAW_STAGES=0", "-DRAW_STAGES=4", "-DSTORES_FIRST=1"
+    default, raw, stores = (build_products(tmp_path, variant) for variant in variants)
+    expected = run(default, 5, 2, **environment).stdout
+    assert expected.count(b"\n") == 20
+    assert run(raw, 5, 2, **environment).stdout == run(stores, 5, 2, **environment).stdout == expected
+    assert run(raw, 5, 2, CUDA_ON_CPU_EARLY_COPIES="1", **environment).stdout == expected
 
 
 @pytest.fixture(scope="module", params=[pytest.param("emulated", marks=pytest.mark.slow), "gpu"])

@@ -11,7 +11,8 @@
 // memory of a block), CUDA_ON_CPU_MEMORY (free bytes), CUDA_ON_CPU_ALLOCATIONS (how many succeed),
 // CUDA_ON_CPU_NO_DEVICE, CUDA_ON_CPU_REFUSES ("together": cooperative launches, "recording"),
 // CUDA_ON_CPU_CALLS (how many calls on streams succeed before one fails; all calls after it fail,
-// as they do after an error in a kernel).
+// as they do after an error in a kernel), CUDA_ON_CPU_EARLY_COPIES (asynchronous copies of a kernel
+// are done when they are started, not when they are waited for).
 #pragma once
 #include <math.h>
 #include <stdint.h>
