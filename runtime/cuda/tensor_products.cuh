@@ -17,6 +17,7 @@
 #ifndef RAW_STAGES
 #define RAW_STAGES 0
 #endif
+static_assert(RAW_STAGES == 0 || RAW_STAGES >= 2, "one step is multiplied while others are copied");
 
 // STORES_FIRST=1 compiles another order of multiply_steps, to measure the speedup: a thread stores
 // all its weights of a step before it loads the first of the next, and a load clears nothing. nvcc
