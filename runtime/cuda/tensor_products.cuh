@@ -382,12 +382,12 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
 #pragma unroll
                 for (int j = 0; j < Weights::UNITS; j++)
                     if (s + 2 < end) stage.load_any(j, rows, p.cols, (s + 2) * STEP_COLS);
-                return;
-            }
+            } else {
 #pragma unroll
-            for (int j = slice; j < Weights::UNITS; j += SLICES) {
-                if (s + 1 < end) stage.store(j, w_next);
-                if (s + 2 < end) stage.load(j, rows, p.cols, (s + 2) * STEP_COLS);
+                for (int j = slice; j < Weights::UNITS; j += SLICES) {
+                    if (s + 1 < end) stage.store(j, w_next);
+                    if (s + 2 < end) stage.load(j, rows, p.cols, (s + 2) * STEP_COLS);
+                }
             }
         };
 #pragma unroll
