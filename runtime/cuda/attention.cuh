@@ -156,6 +156,13 @@ static __global__ void attention_many(LayerCache c, float *out, __half *half_cop
 // ----------------------------------------------------------------------------
 // Attention of one token, whose positions several blocks may share
 
+// Blocks share a head beyond this number of positions. By default that is a tile of 32 for each warp
+// of a block. A smaller number, such as -DSPLIT_POSITIONS=64, uses more blocks per head, whose
+// partial softmaxes then have to be merged: not yet measured on a GPU.
+#ifndef SPLIT_POSITIONS
+#define SPLIT_POSITIONS (32 * WARPS)
+#endif
+
 // One dimension of an OnlineSoftmax.
 struct HeadPartial { float max, sum, out; };
 
@@ -176,6 +183,14 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
 // A block's part of the attention of head h to the positions from `begin` to n - 1. Their tiles are
 // dealt out to `splits` blocks; this is block `split`.
 struct HeadSplit { int h, split, splits, begin, n; };
+
+// Returns the first tile of a warp. Its other tiles follow at a distance of splits * WARPS. By
+// default a block takes WARPS tiles in a row. If blocks share fewer tiles than that, tiles are dealt
+// out to the blocks in turn, because otherwise the first block would take them all.
+static __device__ int first_tile(const HeadSplit &part, int warp) {
+    bool in_turn = SPLIT_POSITIONS < 32 * WARPS;
+    return in_turn ? warp * part.splits + part.split : part.split * WARPS + warp;
+}
 
 // Shared memory of attend_block: the query, and each warp's softmax. `key`: see complete_head.
 typedef struct {
@@ -201,8 +216,8 @@ static __device__ HeadPartial attend_block(const LayerCache &c, const HeadSplit 
     __syncthreads();
     if (warp < WARPS) {
         OnlineSoftmax<SLICES> s = attend_warp<CacheType, SLICES>(
-            scratch->query, head, part.begin, part.n, part.split * WARPS + warp,
-            part.splits * WARPS, 1 / sqrtf(c.head_dim));
+            scratch->query, head, part.begin, part.n, first_tile(part, warp), part.splits * WARPS,
+            1 / sqrtf(c.head_dim));
         if (lane == 0) scratch->max[warp] = s.max, scratch->sum[warp] = s.sum;
         for (int i = 0; i < 2 * SLICES; i++)
             scratch->outs[warp * MAX_HEAD_DIM + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];

@@ -203,9 +203,11 @@ static const char *open_engine(Cuda *c, Model *model, const Opening *o, llamac_e
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->layer_cache = plan_layer_cache(&model->config, o->positions);
     // Attention of one token divides a head's positions into up to 16 splits, one per block. Each
-    // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096.
+    // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096;
+    // or up to SPLIT_POSITIONS, if those are fewer.
     int seen = model->config.window ? std::min(model->config.window, o->positions) : o->positions;
-    c->splits = std::min((seen + 255) / 256, 16);
+    int per_split = std::min(256, SPLIT_POSITIONS);
+    c->splits = std::min((seen + per_split - 1) / per_split, 16);
     const char *wrong = find_device(c, e);
     if (!wrong) wrong = open_memory(c, model, o, e);
     if (!wrong) try_driver(c, &model->weights);

@@ -823,11 +823,9 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     // The barrier's bit cannot flip before this block arrives, so all blocks read the same bit.
     unsigned phase = *(volatile unsigned *)t.arrived;
 
-    // Blocks share a head only if there are more than 32 * WARPS positions: more than one tile of
-    // 32 for each of WARPS warps.
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
-    int tiles_per_block = (n - first_position(t.cache, n) + 32 * WARPS - 1) / (32 * WARPS);
-    splits = max(1, min(min(splits, tiles_per_block), t.max_splits));
+    int parts = (n - first_position(t.cache, n) + SPLIT_POSITIONS - 1) / SPLIT_POSITIONS;
+    splits = max(1, min(min(splits, parts), t.max_splits));
 
     PieceCursor ahead = {};
     if (warp < WARPS) {
