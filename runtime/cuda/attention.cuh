@@ -192,6 +192,13 @@ static __device__ int first_tile(const HeadSplit &part, int warp) {
     return in_turn ? warp * part.splits + part.split : part.split * WARPS + warp;
 }
 
+// Returns whether the token's own position, n - 1, is in the block's part.
+static __device__ bool has_last_position(const HeadSplit &part) {
+    int tile = (part.n - 1) / 32 - part.begin / 32;
+    bool in_turn = SPLIT_POSITIONS < 32 * WARPS; // see first_tile
+    return (in_turn ? tile : tile / WARPS) % part.splits == part.split;
+}
+
 // Shared memory of attend_block: the query, and each warp's softmax. `key`: see complete_head.
 typedef struct {
     float query[MAX_HEAD_DIM], max[WARPS], sum[WARPS], outs[WARPS * MAX_HEAD_DIM];

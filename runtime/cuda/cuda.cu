@@ -7,6 +7,7 @@
 //   attention.cuh, flash.cuh     kernels: attention and the KV cache; the same on the tensor cores
 //   small_ops.cuh, sampling.cuh  kernels: embedding, RMSNorm, SwiGLU; the next token
 //   whole_token.cuh              kernel: one token through the whole model
+//   carried.cuh                  its barriers that carry their data (-DCARRIED=1)
 //   session.cuh                  struct Cuda (the host's state), errors, memory, launches
 //   cache.cuh                    KV caches of sequences
 //   launch_products.cuh, ops.cuh the ops of Backend as sequences of kernels
@@ -120,6 +121,7 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     activations += 2 * sizeof(__half) * half_x;
     // the rotation (head_dim / 2 pairs for each position); open_token's vectors
     activations += sizeof(float) * (positions * config->head_dim + count_token_floats(config));
+    activations += CARRIED ? sizeof(uint64_t) * count_token_words(c) : 0;
     double needed =
         (double)c->weights_bytes + 2.0 * c->keys_bytes + activations + KERNEL_CODE_BYTES;
 

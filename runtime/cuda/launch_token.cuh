@@ -29,11 +29,30 @@ static WholeTokenKernel *whole_token_kernel(Type layers, Type output) {
     }
 }
 
+// With CARRIED: returns how many words CarriedWords has.
+static size_t count_token_words(const Cuda *c) {
+    const Config *config = &c->config;
+    size_t attended = (size_t)config->n_heads * c->splits * (2 + config->head_dim);
+    return config->dim + config->hidden_dim + config->q_dim + 2 * config->kv_dim + attended;
+}
+
+// With CARRIED: makes room for the epochs of a token before LAST_EPOCH. Zeroes the words otherwise:
+// epochs start again.
+static cudaError_t prepare_epochs(Cuda *c) {
+    unsigned needed = LAYER_VECTORS * c->token.n_layers;
+    if (LAST_EPOCH >= needed && c->token.epoch <= LAST_EPOCH - needed) return cudaSuccess;
+    c->token.epoch = 0;
+    return cudaMemsetAsync(c->token.words.x, 0, sizeof(uint64_t) * count_token_words(c), c->stream);
+}
+
 static cudaError_t try_launch_token(Cuda *c, const Cache *cache, int token, int pos) {
     cudaLaunchAttribute cooperative = {}; // all blocks are resident at once, as grid_barrier needs
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
+    cudaError_t status = CARRIED ? prepare_epochs(c) : cudaSuccess;
+    if (status != cudaSuccess) return status;
     TokenPlan t = c->token;
+    t.token = token, c->token.epoch += LAYER_VECTORS * t.n_layers;
     t.cache.keys = cache->keys, t.cache.values = cache->values;
     WholeTokenKernel *kernel =
         whole_token_kernel(t.products[QKV].w.type, t.products[LOGITS].w.type);
@@ -198,6 +217,14 @@ static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
     t.q = t.x + config->dim, t.attention_out = t.q + config->q_dim;
     t.h = t.attention_out + config->q_dim, t.k = t.h + config->hidden_dim;
     CUDA(c, cudaMemsetAsync(t.arrived, 0, sizeof(unsigned), c->stream));
+    if (CARRIED) {
+        size_t bytes = sizeof(uint64_t) * count_token_words(c);
+        t.words.x = (uint64_t *)allocate(c, bytes);
+        if (!t.words.x) return;
+        t.words.h = t.words.x + config->dim, t.words.qkv = t.words.h + config->hidden_dim;
+        t.words.attended = t.words.qkv + config->q_dim + 2 * config->kv_dim;
+        CUDA(c, cudaMemsetAsync(t.words.x, 0, bytes, c->stream)); // epoch 0 is expected nowhere
+    }
     if (has_failed(c)) return;
     c->token = t;
     // A trial run, to see whether the driver allows it. It writes to the cache at position 0, which

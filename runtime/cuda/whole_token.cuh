@@ -11,7 +11,7 @@
 // of each row of a group. A warp multiplies a piece in PIECE_STEPS steps: in each, lane 4 r + q
 // multiplies 16 bytes of row r, so the four lanes of a row multiply 64.
 #pragma once
-#include "attention.cuh"
+#include "carried.cuh"
 #include "products.cuh"
 #include "sampling.cuh"
 
@@ -76,6 +76,10 @@ typedef struct {
     unsigned *arrived; // the grid barrier's counter; 0 at first
     int x_floats;      // size of TokenShared.xs
     int sums_floats;   // size of TokenShared.row_sums
+    // With CARRIED, the words replace x, q, attention_out, h, k and partials.
+    CarriedWords words;
+    unsigned epoch; // of the vector before the token's first one
+    int token;
 } TokenPlan;
 
 // A block's shared memory, one array after another.
@@ -135,6 +139,12 @@ static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
     __syncthreads();
 }
 
+// Ends a step whose results other blocks read. With CARRIED, they wait for the results themselves.
+static __device__ void end_step(unsigned *arrived, unsigned &phase) {
+    if (CARRIED) __syncthreads(); // the next step overwrites the block's shared memory
+    else grid_barrier(arrived, phase);
+}
+
 // ----------------------------------------------------------------------------
 // The block's share of each product, and the copies of its weights
 
@@ -162,6 +172,13 @@ struct BlockShare {
         if (first_extra >= blocks) first_extra -= blocks;
     }
 };
+
+// With CARRIED: returns the epoch of the vector that the product of this step multiplies. The
+// product's result has the next epoch. See carried.cuh for the vectors of a layer; attention
+// computes one, so a step after it in a layer is one vector ahead.
+static __device__ unsigned epoch_of(const TokenPlan &t, int step) {
+    return t.epoch + LAYER_VECTORS * (step / 4) + step % 4 + (step % 4 > QKV);
+}
 
 // Points to the next piece of weights that a warp will copy: every WARPS-th piece of the block's
 // shares of all products, one after another. It is `slots` pieces ahead of the multiplication.
@@ -507,6 +524,21 @@ static __host__ __device__ int padded_cols(int cols) {
     return (cols + MAX_STEP_COLS - 1) / MAX_STEP_COLS * MAX_STEP_COLS;
 }
 
+// With CARRIED: receives elements i to i + 7 of the vector that the product multiplies, x (8,). The
+// embedding is not sent: every block reads it.
+static __device__ void receive_x(const TokenPlan &t, const BlockShare &at, int splits, int i,
+                                 float *x) {
+    const CarriedWords &words = t.words;
+    unsigned epoch = epoch_of(t, at.step);
+    if (at.step == 0)
+        for (int j = 0; j < 8; j++)
+            x[j] = element_at(t.table, (size_t)t.token * t.table.cols + i + j);
+    else if (at.role == ATTENTION_OUT && splits > 1)
+        receive_merged(words.attended, t.cache.head_dim, splits, i, epoch, x);
+    else if (at.role == ATTENTION_OUT) receive<4>(words.attended + i, epoch, x);
+    else receive<4>((at.role == DOWN ? words.h : words.x) + i, epoch, x);
+}
+
 // Copies the vector that the product multiplies to s.xs. An RMSNorm before the product is computed
 // in two parts: here x is multiplied by its weights, and the warps' sums of squares are stored to
 // s.squares; finish_products multiplies the results by the factor that norm_scale computes from
@@ -522,9 +554,13 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
     if (product.norm)
         norm = (const float4 *)((const char *)product.norm + at.layer * t.stride.weights);
     float sum = 0;
+    if (CARRIED && at.n == 0) return; // see carried.cuh: the block must not wait for x
     for (int i = 8 * threadIdx.x; i < end; i += 8 * BLOCK_THREADS) {
         float4 x[2] = {zeros, zeros}, w[2] = {ones, ones};
-        if (i < cols && at.role == ATTENTION_OUT && splits > 1)
+        auto load_norm = [&] { w[0] = norm[i / 4], w[1] = norm[i / 4 + 1]; };
+        if (CARRIED && i < cols && norm) load_norm(); // on its way while the block waits for x
+        if (CARRIED && i < cols) receive_x(t, at, splits, i, (float *)x);
+        else if (i < cols && at.role == ATTENTION_OUT && splits > 1)
             for (int j = 0; j < 8; j++) { // eight numbers may belong to two heads
                 int head = (i + j) / head_dim;
                 float merged = merge_partials(t.partials, head, splits, (i + j) % head_dim);
@@ -533,7 +569,7 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
                     ((float *)x)[k] = k == j ? merged : ((float *)x)[k];
             }
         else if (i < cols) x[0] = from[i / 4], x[1] = from[i / 4 + 1];
-        if (i < cols && norm) w[0] = norm[i / 4], w[1] = norm[i / 4 + 1];
+        if (!CARRIED && i < cols && norm) load_norm();
         float y[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -647,12 +683,26 @@ static __device__ float2 load_biases(const TokenPlan &t, int layer, int row) {
     return *(const float2 *)(biases + row);
 }
 
+// With CARRIED: receives elements `row` and `row` + 1 of x as it was before the layer's attention or
+// feed-forward. The thread that adds to them overwrites them.
+static __device__ float2 receive_operand(const TokenPlan &t, const BlockShare &at, int row) {
+    size_t first = (size_t)t.token * t.table.cols + row; // in the embedding table
+    if (at.step == ATTENTION_OUT)
+        return {element_at(t.table, first), element_at(t.table, first + 1)};
+    // x is older than what the product multiplies by h, or by attention's result and queries
+    unsigned epoch = epoch_of(t, at.step) - (at.role == DOWN ? 1 : 2);
+    float x[2];
+    receive<1>(t.words.x + row, epoch, x);
+    return {x[0], x[1]};
+}
+
 // Loads the operand of the block's pair i: the cosine and sine of its rotation, its biases if the
 // rotation comes later, or the elements of x that it is added to.
 static __device__ float2 load_operand(const TokenPlan &t, const BlockShare &at, int pos, int i) {
     int row = first_row_of_pair(at, i), half = t.cache.head_dim / 2;
     if (i >= GROUP_ROWS / 2 * at.n || row >= t.products[at.role].w.rows) return {0, 0};
     if (at.role == GATE_UP || at.role == LOGITS) return {0, 0};
+    if (CARRIED && at.role != QKV) return receive_operand(t, at, row);
     if (at.role != QKV) return *(const float2 *)(t.x + row);
     if (t.complete_later) return load_biases(t, at.layer, row);
     return t.rotation[(size_t)pos * half + row / 2 % half];
@@ -666,26 +716,29 @@ struct CacheSlot {
 
 // Stores the results of the pair whose first row is i. If they are logits, returns the larger one.
 template <typename CacheType>
-static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheSlot &slot, int i,
-                                      const RowPair &pair) {
+static __device__ Largest finish_pair(const TokenPlan &t, const BlockShare &at,
+                                      const CacheSlot &slot, int i, const RowPair &pair) {
     const LayerCache &cache = slot.cache;
     Largest found = {-INFINITY, 0x7fffffff}; // less than any logit
     int head_dim = cache.head_dim, q_dim = cache.n_heads * head_dim;
-    int kv_dim = cache.n_kv_heads * head_dim;
+    int kv_dim = cache.n_kv_heads * head_dim, role = at.role, row = i;
+    unsigned epoch = epoch_of(t, at.step) + 1;
     float a = pair.a, b = pair.b;
     if (role == QKV) {
         bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim, later = t.complete_later;
         if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
         if (later) a += pair.operand.x, b += pair.operand.y;
         else if (is_q || is_k) rotate_pair(a, b, pair.operand);
-        if (is_q) store_pair(t.q + i, a, b);
+        if (CARRIED) send_pair(t.words.qkv + row, a, b, epoch);
+        else if (is_q) store_pair(t.q + i, a, b);
         else if (is_k && later) store_pair(t.k + i, a, b);
         else {
             CacheType *cached = (CacheType *)(is_k ? cache.keys : cache.values);
             store_pair(cached + cache_index(cache, i, slot.pos), a, b);
         }
     } else if (role == GATE_UP) {
-        t.h[i] = swiglu(a, b);
+        if (CARRIED) send(t.words.h + i, swiglu(a, b), epoch);
+        else t.h[i] = swiglu(a, b);
     } else if (role == LOGITS) {
         bool has_second = i + 1 < t.products[LOGITS].w.rows;
         t.logits[i] = a;
@@ -693,7 +746,8 @@ static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheS
         found = checked_logit(a, i);
         if (has_second) found = larger_of(found, checked_logit(b, i + 1));
     } else { // dim is even: rows are multiples of 32
-        store_pair(t.x + i, pair.operand.x + a, pair.operand.y + b);
+        if (CARRIED) send_pair(t.words.x + i, pair.operand.x + a, pair.operand.y + b, epoch);
+        else store_pair(t.x + i, pair.operand.x + a, pair.operand.y + b);
     }
     return found;
 }
@@ -720,7 +774,7 @@ static __device__ Largest finish_products(const TokenPlan &t, const BlockShare &
         int row = first_row_of_pair(at, i);
         if (row < rows) {
             RowPair pair = {scale * a, scale * b, operand};
-            largest = larger_of(largest, finish_pair<CacheType>(t, at.role, slot, row, pair));
+            largest = larger_of(largest, finish_pair<CacheType>(t, at, slot, row, pair));
         }
         operand = load_operand(t, at, slot.pos, i + BLOCK_THREADS);
     }
@@ -756,18 +810,25 @@ static __device__ void complete_head(const TokenPlan &t, const float *raw, const
 static __device__ uint32_t cache_word(float a) { return __float_as_uint(a); }
 static __device__ uint32_t cache_word(float a, float b) { return bits_of(to_halves(a, b)); }
 
-// Writes key (head_dim,), in shared memory, to the cache of KV head `head`. By one warp. All blocks
-// that attend with the head write the same key, so none has to wait for another. The writes are
-// volatile, because plain writes by several blocks would be a data race.
+// Writes a key or value, vector (head_dim,) in shared memory, to the cache of KV head `head`: `to` is
+// cache.keys or cache.values. By one warp. All blocks that attend with the head write the same
+// vector, so none has to wait for another. The writes are volatile, because plain writes by several
+// blocks would be a data race.
 template <typename CacheType>
-static __device__ void store_key(const LayerCache &cache, int head, int pos, const float *key) {
+static __device__ void store_in_cache(const LayerCache &cache, void *to, int head, int pos,
+                                      const float *vector) {
     const int N = sizeof(uint32_t) / sizeof(CacheType); // numbers of a word
     size_t at = cache_index(cache, head * cache.head_dim, pos);
-    volatile uint32_t *words = (volatile uint32_t *)((CacheType *)cache.keys + at);
+    volatile uint32_t *words = (volatile uint32_t *)((CacheType *)to + at);
     for (int i = threadIdx.x % 32; i < cache.head_dim / N; i += 32) {
-        if constexpr (N == 1) words[i] = cache_word(key[i]);
-        else words[i] = cache_word(key[2 * i], key[2 * i + 1]);
+        if constexpr (N == 1) words[i] = cache_word(vector[i]);
+        else words[i] = cache_word(vector[2 * i], vector[2 * i + 1]);
     }
+}
+
+// Returns the weights of layer `layer`, given those of layer 0, which may be NULL.
+static __device__ const float *head_weights_of(const TokenPlan &t, const float *first, int layer) {
+    return first ? (const float *)((const char *)first + layer * t.stride.heads) : NULL;
 }
 
 // Completes query head h, and the key that it attends to at the token's position: a warp each.
@@ -777,17 +838,47 @@ static __device__ void complete_heads(const TokenPlan &t, const LayerCache &cach
     int warp = threadIdx.x / 32, head_dim = cache.head_dim;
     int kv_head = h / (cache.n_heads / cache.n_kv_heads);
     const float2 *angles = t.rotation + (size_t)pos * (head_dim / 2);
-    auto in_layer = [&](const float *norm) {
-        return norm ? (const float *)((const char *)norm + layer * t.stride.heads) : NULL;
-    };
     if (warp == 0) {
-        complete_head(t, t.q + h * head_dim, in_layer(t.heads.q_norm), angles, scratch->query);
+        complete_head(t, t.q + h * head_dim, head_weights_of(t, t.heads.q_norm, layer), angles,
+                      scratch->query);
         for (int d = head_dim + threadIdx.x; d < cache.width; d += 32) scratch->query[d] = 0;
     } else if (warp == 1) {
-        complete_head(t, t.k + kv_head * head_dim, in_layer(t.heads.k_norm), angles, scratch->key);
+        complete_head(t, t.k + kv_head * head_dim, head_weights_of(t, t.heads.k_norm, layer),
+                      angles, scratch->key);
         __syncwarp();
-        store_key<CacheType>(cache, kv_head, pos, scratch->key);
+        store_in_cache<CacheType>(cache, cache.keys, kv_head, pos, scratch->key);
     }
+}
+
+// With CARRIED: receives the query of head part.h and completes it. Does so with the key and value
+// of the token's position too, if the position is in the block's part, and writes them to the cache,
+// where attend_block reads them. By a warp each. scratch->outs is free until attend_block.
+template <typename CacheType>
+static __device__ void receive_head(const TokenPlan &t, const LayerCache &cache, int layer,
+                                    const HeadSplit &part, AttentionScratch *scratch) {
+    enum { QUERY, KEY, VALUE };
+    int what = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = cache.head_dim;
+    int kv_head = part.h / (cache.n_heads / cache.n_kv_heads), pos = part.n - 1;
+    if (what > VALUE || (what != QUERY && !has_last_position(part))) return;
+    int heads_before = what == QUERY ? 0 : cache.n_heads + (what - KEY) * cache.n_kv_heads;
+    int head = heads_before + (what == QUERY ? part.h : kv_head); // among all heads of qkv
+    bool later = t.complete_later && what != VALUE;
+    float *out = what == QUERY ? scratch->query : what == KEY ? scratch->key : scratch->outs;
+    float *raw = later ? scratch->outs + (1 + what) * MAX_HEAD_DIM : out;
+    for (int d = 2 * lane; d < head_dim; d += 64)
+        receive<1>(t.words.qkv + head * head_dim + d, epoch_of(t, 4 * layer + QKV) + 1, raw + d);
+    __syncwarp(); // the lanes have received all of the head
+    if (later) {
+        const float *norm = what == QUERY ? t.heads.q_norm : t.heads.k_norm;
+        complete_head(t, raw, head_weights_of(t, norm, layer),
+                      t.rotation + (size_t)pos * (head_dim / 2), out);
+        __syncwarp();
+    }
+    if (what == QUERY)
+        for (int d = head_dim + lane; d < cache.width; d += 32) out[d] = 0;
+    else
+        store_in_cache<CacheType>(cache, what == KEY ? cache.keys : cache.values, kv_head, pos,
+                                  out);
 }
 
 // Attends with all heads to the first n positions, or the last `window` of them. Each head's
@@ -798,9 +889,18 @@ static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache,
     for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
         int h = i / splits, d = threadIdx.x;
         HeadSplit part = {h, i % splits, splits, first_position(cache, n), n};
-        if (t.complete_later) complete_heads<CacheType>(t, cache, layer, h, n - 1, scratch);
+        if (CARRIED) {
+            if (i >= (int)gridDim.x) __syncthreads(); // the block has ended its head before
+            receive_head<CacheType>(t, cache, layer, part, scratch);
+        } else if (t.complete_later) complete_heads<CacheType>(t, cache, layer, h, n - 1, scratch);
         else load_query(cache, t.q, h, scratch);
         HeadPartial mine = attend_block<CacheType, 4>(cache, part, scratch);
+        if (CARRIED) {
+            unsigned epoch = epoch_of(t, 4 * layer + ATTENTION_OUT);
+            if (d < cache.head_dim)
+                send_attended(t.words.attended, part, cache.head_dim, d, mine, epoch);
+            continue;
+        }
         if (d < cache.head_dim && splits > 1) store_partial(t.partials, part, d, mine);
         if (d < cache.head_dim && splits == 1)
             t.attention_out[h * cache.head_dim + d] = mine.out / mine.sum;
@@ -835,7 +935,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     }
     // Every block writes the same embedding, so none has to wait for another. The writes are
     // volatile, because plain writes by several blocks would be a data race.
-    for (int i = threadIdx.x; i < t.table.cols; i += BLOCK_THREADS)
+    for (int i = threadIdx.x; !CARRIED && i < t.table.cols; i += BLOCK_THREADS)
         *(volatile float *)&t.x[i] = element_at(t.table, (size_t)token * t.table.cols + i);
     __syncthreads();
 
@@ -852,7 +952,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         cached.cache.values = (char *)cached.cache.values + offset;
         if (at.role == ATTENTION_OUT) {
             attend_heads<CacheType>(t, cached.cache, at.layer, splits, n, (AttentionScratch *)s.xs);
-            grid_barrier(t.arrived, phase);
+            end_step(t.arrived, phase);
         }
         bool is_other_type = type != last && at.role == LOGITS;
         is_other_type ? load_x<last>(t, at, splits, s) : load_x<type>(t, at, splits, s);
@@ -872,7 +972,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         if (warp < WARPS)
             is_last_type ? load_first_scales<last>(t, at, scales)
                          : load_first_scales<type>(t, at, scales);
-        grid_barrier(t.arrived, phase);
+        end_step(t.arrived, phase);
     }
 
     // The largest logit of each block, then of all blocks.

@@ -182,6 +182,9 @@ extern "C" void __tsan_volatile_read4(void *p) {
     me().seen.assign(1, round_of(p, ~*(uint32_t *)p));
 }
 extern "C" void __tsan_volatile_write4(void *) {} // several threads may write the same value
+// A word of 8 bytes carries its data: it may be read while it is written, and orders nothing else.
+extern "C" void __tsan_volatile_read8(void *) {}
+extern "C" void __tsan_volatile_write8(void *) {}
 #endif
 
 // ---- asynchronous copies, which are done only when they are waited for, or at once
