@@ -106,6 +106,12 @@ def machine():
 VARIANTS = {"ops": "-DFUSED=0",    # without the fused kernel that computes a whole token
             "many": "-DWARPS=11"}  # with more warps per block
 
+# the same of the step `decode`: variants of the fused kernel; the slower ones are to be removed
+DECODE_VARIANTS = {"carried": "-DCARRIED=1",  # barriers that carry their data
+                   # blocks share a head beyond 32 positions, instead of 256
+                   "split": "-DSPLIT_POSITIONS=32",
+                   "both": "-DCARRIED=1 -DSPLIT_POSITIONS=32"}
+
 
 def build():
     """Compile ./runcuda, its variants and the tests of ops."""
@@ -119,13 +125,14 @@ def build():
         objects.append(f"cache/bench/objects/{source.stem}.o")
         call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-DCUDA", "-c", source, "-o", objects[-1])
     commands = []
-    for name, flags in VARIANTS.items():
+    for name, flags in (VARIANTS | DECODE_VARIANTS).items():
         commands.append([*nvcc, "-O3", *flags.split(), *objects,
                          "-o", f"cache/bench/runcuda-{name}"])
     commands.append(["make", "-B", "runcuda", f"ARCH={arch}"])
     library = objects[1:]  # all but run.c: cuda_ops has its own main()
-    commands.append([*nvcc, "-O2", "-lineinfo", "tests/cuda_ops.cpp", *library,
-                     "-o", "cache/bench/cuda_ops"])
+    for name, flags in {"cuda_ops": "", "cuda_ops-both": DECODE_VARIANTS["both"]}.items():
+        commands.append([*nvcc, "-O2", "-lineinfo", *flags.split(), "tests/cuda_ops.cpp", *library,
+                         "-o", f"cache/bench/{name}"])
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda command: call(*command, limit=300), commands))
     return {"seconds": round(time.monotonic() - began, 1)}
@@ -230,15 +237,29 @@ def copy_bandwidth():
 BARRIER = 2.4    # a barrier of the grid: 1.2, and as much until the last block is there
 ATTENTION = 4.0  # attention of a layer
 LOAD = 0.8       # the load of what a product multiplies
+# Predicted, not measured. At a counted barrier, five trips between a multiprocessor and the L2
+# cache follow each other: the store of the data, its acknowledgement (the fence), the atomic, on
+# average half a round trip until the next poll of the counter, and the counter's way back. So one
+# trip is 1.2 / 5 microseconds. The load of the data then is two more. With barriers that carry
+# their data there are three: the store, half a round trip until the next poll, and the data's way
+# back.
+TRIP = 1.2 / 5
 
 
-def foretell(n_layers, weight_bytes, gb_per_s):
+def foretell(n_layers, weight_bytes, gb_per_s, carried=False):
     """
     Return {part: microseconds} that a token should take in one kernel, which reads `weight_bytes`
     at `gb_per_s`, meets at five barriers a layer and multiplies four matrices a layer.
+
+    carried: predict the time with barriers that carry their data. Only the last one is counted.
     """
-    return {"bytes": weight_bytes / gb_per_s / 1e3, "barriers": BARRIER * (5 * n_layers + 1),
-            "attention": ATTENTION * n_layers, "loads": LOAD * (4 * n_layers + 1)}
+    meetings, loads = 5 * n_layers, 4 * n_layers + 1
+    parts = {"bytes": weight_bytes / gb_per_s / 1e3, "barriers": BARRIER * (meetings + 1),
+             "attention": ATTENTION * n_layers, "loads": LOAD * loads}
+    if carried:
+        parts["barriers"] -= 2 * TRIP * meetings
+        parts["loads"] -= 2 * TRIP * (loads - 1)  # the first load is that of the embedding
+    return parts
 
 
 def speed(shape, program="./runcuda", formats=None):
@@ -363,6 +384,37 @@ def prompts():
                         of_variants.setdefault(name, []).append(rate)
     return {case: {name: round(median(rates)) for name, rates in of_variants.items()}
             for case, of_variants in times.items()}
+
+
+def decode():
+    """
+    Compare DECODE_VARIANTS of the fused kernel with ./runcuda at 15M and 1.1B, in turns.
+
+    Return {shape and format: {program: microseconds of a token}}: medians of three turns of all
+    programs, then the foretold time, and the one predicted of barriers that carry their data. The
+    variants' results are compared with the CPU's first.
+    """
+    from bench.models import SHAPES
+    lines = call("cache/bench/cuda_ops-both", 9).decode().splitlines()
+    out = {"shapes": len(lines) - 1}
+    programs = {"default": "./runcuda"}
+    programs |= {name: f"cache/bench/runcuda-{name}" for name in DECODE_VARIANTS}
+    for shape, forms in {"15M": ["f32", "bf16"], "1.1B": FORMATS["1.1B"]}.items():
+        for form in forms:
+            times = {name: [] for name in programs}
+            for _ in range(3):
+                for name, program in programs.items():
+                    answer = call(program, path_of(shape, form), "--bench", "--json")
+                    measured = json.loads(answer)
+                    times[name].append(1e6 / measured["decode_tokens_per_s"])
+            rows = {name: round(median(of_program)) for name, of_program in times.items()}
+            bandwidth = measured["bandwidth_gb_per_s"]
+            for name, carried in (("foretold", False), ("predicted carried", True)):
+                parts = foretell(SHAPES[shape].n_layers, measured["bytes_per_token"], bandwidth,
+                                 carried)
+                rows[name] = round(sum(parts.values()))
+            out[f"{shape} {form}"] = rows
+    return out
 
 
 def sampling():
@@ -556,6 +608,7 @@ STEPS = [("machine", machine, 5),
          ("graphs 15M", lambda: graphs("15M", (8, 256)), 180),
          ("graphs 110M", lambda: graphs("110M", (16, 1024)), 220),
          ("profile", profile, 50),
+         ("decode", decode, 300),
          ("variants", variants, 40),
          ("prompts", prompts, 320),
          ("attention", attention, 5),
@@ -563,8 +616,8 @@ STEPS = [("machine", machine, 5),
          ("tests", tests, 60)]
 
 # steps that read the files of bench/models.py
-NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "batches", "mixtures", "variants",
-               "prompts", "sampling"}
+NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "batches", "mixtures", "decode",
+               "variants", "prompts", "sampling"}
 
 
 def show_plan():

@@ -1,4 +1,4 @@
-// Tests that cuda_on_cpu/fibers.cpp finds races: two kernels that have none, unless one barrier,
+// Tests that cuda_on_cpu/fibers.cpp finds races: three kernels that have none, unless one barrier,
 // fence or wait is left out.
 //
 // Usage: cuda_races MISSING, the number of what is left out in the enum
@@ -14,7 +14,8 @@ enum {
     FENCE_AFTER,
     WARP_AFTER_COPY,
     LAST_FENCE_BEFORE,
-    LAST_FENCE_AFTER
+    LAST_FENCE_AFTER,
+    BARRIER_AFTER_WORD
 };
 
 // A barrier of the grid, whose blocks are all resident.
@@ -71,6 +72,21 @@ static __global__ void apart(float *x, const float *copied, unsigned *counter, i
     if (last && threadIdx.x == 2) x[2] = x[0] + x[1];
 }
 
+// Two resident blocks. Each sends the other a word of 8 bytes that holds a number and an epoch. A word
+// orders nothing else: to read x as well, the blocks need a barrier.
+static __global__ void carried(float *x, const float *copied, unsigned *arrived, int missing) {
+    volatile uint64_t *words = (volatile uint64_t *)x; // (blocks,)
+    int block = blockIdx.x, other = gridDim.x - 1 - block;
+    if (threadIdx.x == 0) {
+        x[8 + block] = copied[block];
+        words[block] = (uint64_t)1 << 32 | (unsigned)(block + 1); // epoch 1
+        while (words[other] >> 32 != 1) __nanosleep(20);
+    }
+    if (missing != BARRIER_AFTER_WORD) grid_barrier(arrived, NOTHING);
+    if (threadIdx.x == 0) x[10 + block] = x[8 + other] + (float)(words[other] & 0xffffffffu);
+    grid_barrier(arrived, NOTHING); // the second one: *arrived is 0 again, as `apart` needs it
+}
+
 int main(int argc, char **argv) {
     int missing = argc > 1 ? atoi(argv[1]) : 0;
     float *x, *copied;
@@ -80,10 +96,10 @@ int main(int argc, char **argv) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeCooperative;
     cudaLaunchConfig_t config = {dim3(2), dim3(64), 4096, 0, &attribute, 1};
-    for (auto kernel : {together, apart}) {
+    for (auto kernel : {together, carried, apart}) {
         cudaMemset(arrived, 0, 4);
+        config.numAttrs = kernel != apart;
         cudaLaunchKernelEx(&config, kernel, x, (const float *)copied, arrived, missing);
-        config.numAttrs = 0;
     }
     cudaFree(x), cudaFree(copied), cudaFree(arrived);
 }

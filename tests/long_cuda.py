@@ -1,14 +1,14 @@
 """
-The GPU's kernels emulated, for longer than test_cuda.py (make test-long; a quarter of an hour on one core): whole tokens in one
+The GPU's kernels emulated, for longer than test_cuda.py (make test-long; three quarters of an hour on one core): whole tokens in one
 kernel on as many multiprocessors as real GPUs have, models from tiny to wide in every format, each beside the ops and the CPU;
-and races, which ThreadSanitizer looks for.
+the same with the kernel's variants; and races, which ThreadSanitizer looks for.
 """
 import subprocess
 
 import pytest
 
 from tests.conftest import SANITIZE
-from tests.test_cuda import CXX, UNSANITIZED, build, build_products, run
+from tests.test_cuda import CARRIED, CXX, UNSANITIZED, build, build_products, run
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,26 @@ def test_whole_tokens(ops_bin, multiprocessors):
     assert lines.endswith(f"tokens of {9 * 5} models in one kernel\n")
 
 
+@pytest.fixture(scope="module", params=[CARRIED[:1], CARRIED], ids=["carried", "carried, many splits"])
+def variant_bin(tmp_path_factory, request):
+    return build(tmp_path_factory.mktemp("variant"), "tests/cuda_ops.cpp", emulated=UNSANITIZED, kernels=request.param)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 12, 36, 84, 132])
+def test_barriers_that_carry_their_data(variant_bin, multiprocessors):
+    """The same shapes. On many multiprocessors, blocks have no rows of some products."""
+    for order in "12" if multiprocessors < 36 else "2":
+        lines = run(variant_bin, 9, limit=1200, CUDA_ON_CPU_MULTIPROCESSORS=str(multiprocessors), CUDA_ON_CPU_ORDER=order)
+        assert lines.stdout.endswith(b"tokens of 45 models in one kernel\n")
+
+
+def test_more_blocks_for_each_head(tmp_path):
+    """Random models at up to 600 positions: up to 16 blocks share a head, of which some have no positions."""
+    binary = build(tmp_path, "tests/cuda_ops.cpp", emulated=UNSANITIZED, kernels=["-DSPLIT_POSITIONS=32"])
+    for multiprocessors in "12", "132":
+        run(binary, 1, 2, limit=1200, CUDA_ON_CPU_MULTIPROCESSORS=multiprocessors, CUDA_ON_CPU_ORDER="2")
+
+
 @pytest.fixture(scope="module")
 def races_bin(tmp_path_factory):
     if "Free Software Foundation" not in subprocess.run([CXX, "--version"], capture_output=True, text=True).stdout:
@@ -31,8 +51,9 @@ def races_bin(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("races")
 
-    def make(source):
-        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "runtime/cuda/cuda.cu"))
+    def make(source, kernels=()):
+        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "runtime/cuda/cuda.cu"),
+                       kernels=kernels)
         if b"unexpected memory mapping" in subprocess.run([binary, "0", "0"], capture_output=True).stderr:
             pytest.skip("this compiler's ThreadSanitizer does not run on this kernel")
         return binary
@@ -44,7 +65,7 @@ def test_races_are_found(races_bin):
     binary = races_bin("tests/cuda_races.cpp")
     for order in "012":
         assert not run(binary, 0, CUDA_ON_CPU_ORDER=order).stderr
-        for missing in range(1, 9):
+        for missing in range(1, 10):
             assert b"data race" in run(binary, missing, CUDA_ON_CPU_ORDER=order, status=66).stderr, missing
 
 
@@ -74,3 +95,12 @@ def test_variants_of_prompt_products_have_no_races(races_bin, tmp_path, variant)
     binary = build_products(tmp_path, variant, races=True)
     for multiprocessors in "3", "36":
         run(binary, 5, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS=multiprocessors)
+
+
+@pytest.mark.parametrize("variant", [CARRIED[:1], CARRIED], ids=["carried", "carried, many splits"])
+def test_barriers_that_carry_their_data_have_no_races(races_bin, variant):
+    """A word orders nothing but itself: cuda_on_cpu/fibers.cpp."""
+    binary = races_bin("tests/cuda_ops.cpp", variant)
+    for multiprocessors in "17":
+        run(binary, 9, limit=1200, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS=multiprocessors)
+

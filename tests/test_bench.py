@@ -180,6 +180,27 @@ def test_the_time_of_a_token_on_a_gpu_is_foretold(monkeypatch):
         assert found["foretold_us"] == pytest.approx(found["token_us"], rel=0.04)
 
 
+def test_variants_of_a_token_are_timed_in_turns(monkeypatch):
+    """The results are checked first. Barriers that carry their data are predicted to save 4 of 7 trips to the L2 cache at 88 of 110."""
+    from bench import gpu
+    calls = []
+
+    def call(program, path, *words):
+        calls.append((str(program), str(path)))
+        if "cuda_ops" in program:
+            return b"a shape\ntokens of 1 models in one kernel\n"
+        speed = {"./runcuda": 1000.0}.get(program, 1250.0)
+        return json.dumps({"decode_tokens_per_s": speed, "bytes_per_token": 2.069e9, "bandwidth_gb_per_s": 4600.0})
+    monkeypatch.setattr(gpu, "call", call)
+    found = gpu.decode()
+    assert calls[0][0] == "cache/bench/cuda_ops-both" and found["shapes"] == 1 and len(found) == 6
+    of_bf16 = [program for program, path in calls if path.endswith("1.1B/bf16.gguf")]
+    assert len(of_bf16) == 12 and of_bf16[:4] == of_bf16[4:8] == of_bf16[8:] and len(set(of_bf16)) == 4
+    row = found["1.1B bf16"]
+    assert row["default"] == 1000 and row["carried"] == 800
+    assert row["foretold"] - row["predicted carried"] == pytest.approx(0.24 * (4 * 88 + 2 * 22), abs=1)
+
+
 @pytest.mark.slow
 def test_the_peak_of_training_is_that_of_its_steps(tmp_path):
     """At a vocabulary of 16,000, where every copy of the probe's logits is 62 MiB. The gaps in the heap vary by a tenth."""

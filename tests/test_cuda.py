@@ -31,10 +31,15 @@ def gpu_problem():
     return None if found and "GPU" in found.stdout else "no GPU here"
 
 
-def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
+# variants of the kernel of whole tokens, and words that are zeroed every few tokens
+CARRIED = ["-DCARRIED=1", "-DSPLIT_POSITIONS=32", "-DLAST_EPOCH=10"]
+
+
+def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=(), kernels=()):
     """
     The program made of `sources` and the kernels, for the GPU at hand or, under sanitizers, with their emulation. Of the
     sources that are `watched`, ThreadSanitizer sees all accesses. The library's objects are those of other tests' programs.
+    kernels: more of the compiler's options for the kernels.
     """
     objects = []
     for source in (*sources, *LIBRARY, "runtime/cuda/cuda.cu", *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
@@ -50,6 +55,7 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
             command = [*EMULATED, "-O2", *(flag for flag in emulated if flag.startswith("-D"))]
         else:
             command = [*EMULATED, *emulated, "-g0", *(WATCH if source in watched else ())]  # -g takes a quarter of the time
+            command += kernels if source.endswith(".cu") else []
         objects.append(compile_object(source, command))
     link = ["nvcc", "-arch=native"] if gpu else [CXX, *emulated, *["-fsanitize=thread"] * bool(watched)]
     program = folder / f"{Path(sources[0]).stem}"
@@ -126,6 +132,14 @@ def test_ops_equal_the_cpus(ops_bin, where):
     for seed, few in ((1, "12"),) if where else ((1, "12"), (12, "1")):
         done = run(ops_bin, seed, 20 if where else 1 + (few == "12"), CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS=few)
         print(done.stdout.decode())
+
+
+def test_barriers_that_carry_their_data(tmp_path):
+    """Two shapes of whole tokens with the kernel's variants. A block that waits for what was overwritten waits for ever."""
+    unsanitized = [*UNSANITIZED, "-fno-sanitize=all"]
+    binary = build(tmp_path, "tests/cuda_ops.cpp", kernels=[*unsanitized, *CARRIED])
+    done = run(binary, 2, limit=60, CUDA_ON_CPU_MULTIPROCESSORS="7", CUDA_ON_CPU_ORDER="2")
+    assert done.stdout.endswith(b"tokens of 10 models in one kernel\n")
 
 
 def logits(binary, args, vocab, **environment):

@@ -531,8 +531,12 @@ static __device__ void receive_x(const TokenPlan &t, const BlockShare &at, int s
     const CarriedWords &words = t.words;
     unsigned epoch = epoch_of(t, at.step);
     if (at.step == 0)
-        for (int j = 0; j < 8; j++)
-            x[j] = element_at(t.table, (size_t)t.token * t.table.cols + i + j);
+        for (int j = 0; j < 8; j++) {
+            float number = element_at(t.table, (size_t)t.token * t.table.cols + i + j);
+#pragma unroll
+            for (int k = 0; k < 8; k++) // constant indices keep x in registers
+                x[k] = k == j ? number : x[k];
+        }
     else if (at.role == ATTENTION_OUT && splits > 1)
         receive_merged(words.attended, t.cache.head_dim, splits, i, epoch, x);
     else if (at.role == ATTENTION_OUT) receive<4>(words.attended + i, epoch, x);
