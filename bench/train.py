@@ -4,6 +4,7 @@ with the same model sizes and tokens.
 
     python bench/train.py                                    ours, at the shape of stories15M
     python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
+    python bench/train.py --llama2c=PATH --hf=True --bf32=True
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
     python bench/train.py --profile="ours, compiled"         time of each operation in a step
     python bench/train.py --compile=True --variants=True     cost of each variant (on a GPU)
@@ -49,6 +50,8 @@ muon = False        # also measure ours with Muon
 compile = False     # also measure ours with torch.compile
 recompute = False   # also measure ours with activation checkpointing
 variants = False    # also measure VARIANTS of ours, compiled
+bf32 = False        # also measure each program with bfloat16 factors of products, as train.py's
+                    # --dtype=bf32 (CPUs with AMX)
 programs = ""       # measure these programs beside ours, separated by semicolons, and no others
 profile = ""        # list the most expensive operations of this program, and measure nothing else
 json_file = ""      # file for the result
@@ -185,6 +188,9 @@ PROGRAMS = {
 }
 
 
+BF32 = ", bf32"  # end of the name of a program whose products have bfloat16 factors
+
+
 # ---- in a program's own process ------------------------------------------------------------------
 
 def make(name):
@@ -194,6 +200,9 @@ def make(name):
     """
     from optim import own_gradients
     torch_device = distributed.setup(device)
+    if name.endswith(BF32):
+        torch.set_float32_matmul_precision("medium")
+        name = name.removesuffix(BF32)
     torch.manual_seed(1)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the turns' results
         model, opt, loss_of, flops = PROGRAMS[name](torch_device)
@@ -318,7 +327,7 @@ def chosen_programs():
     names += ["llama2.c"] * bool(llama2c)
     names += ["nanoGPT, compiled" if compile else "nanoGPT"] * bool(nanogpt)
     names += ["transformers"] * hf
-    return names
+    return names + [name + BF32 for name in names] * bf32
 
 
 def start_worker(name):
@@ -384,7 +393,7 @@ if __name__ == "__main__":
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected float32 or bfloat16")
     for name in chosen_programs() + [profile] * bool(profile):
-        if name not in PROGRAMS:
+        if name.removesuffix(BF32) not in PROGRAMS:
             fail(f"there is no program {name!r}; expected some of {'; '.join(PROGRAMS)}")
     if worker:
         work(worker)
