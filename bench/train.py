@@ -50,8 +50,8 @@ muon = False        # also measure ours with Muon
 compile = False     # also measure ours with torch.compile
 recompute = False   # also measure ours with activation checkpointing
 variants = False    # also measure VARIANTS of ours, compiled
-bf32 = False        # also measure each program with bfloat16 factors of products, as train.py's
-                    # --dtype=bf32 (CPUs with AMX)
+bf32 = False        # also measure each program with float32 products of bfloat16 factors (CPUs
+                    # with AMX); ours as by train.py's --dtype=bf32, others with all their products
 programs = ""       # measure these programs beside ours, separated by semicolons, and no others
 profile = ""        # list the most expensive operations of this program, and measure nothing else
 json_file = ""      # file for the result
@@ -319,7 +319,8 @@ def chosen_programs():
     """Return the names of the programs that the options ask for."""
     names = ["ours"]
     if programs:
-        return names + [name.strip() for name in programs.split(";")]
+        names += [name.strip() for name in programs.split(";")]
+        return names + [name + BF32 for name in names] * bf32
     names += ["ours, muon"] * muon
     names += ["ours, compiled"] * compile
     names += ["ours, recompute"] * recompute

@@ -186,47 +186,51 @@ def attention(q, k, v, mask=None):
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H or K, T or S, Q)
     if written_out(q) and torch.get_float32_matmul_precision() == "medium":
-        y = ExactAttention.apply(q, k, v, mask)
+        y = Float32Attention.apply(q, k, v, mask)  # --dtype=bf32, which would round its factors
     else:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                            enable_gqa=k.shape[1] != heads)
     return y.transpose(1, 2).flatten(2)
 
 
-class ExactAttention(torch.autograd.Function):
+class Float32Attention(torch.autograd.Function):
     """
-    PyTorch's attention for CPUs with exact_products(), forward and backward. The products of its
-    tiles are so small that rounding their factors takes longer than it saves
+    PyTorch's attention for CPUs, whose products have float32 factors in both passes under
+    --dtype=bf32, too. Its tiles are so small that rounding their factors takes longer than it saves
     (doc/lab/train_speed.md).
 
-    q: (B, H, T, Q); k, v: (B, K, S, Q); mask: bool (T, S) or (B, 1, T, S), or None for causal.
+    q: (B, H, T, Q); k, v: (B, K, S, Q), K may be below H; mask: bool (T, S) or (B, 1, T, S), or
+    None for causal.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
         ctx.is_causal = mask is None
-        scores = None  # what is added to the scores
+        bias = None  # added to the scores
         if mask is not None:
-            scores = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        with exact_products():
+            bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        with float32_products():
             y, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, ctx.is_causal, attn_mask=scores)
-        ctx.save_for_backward(q, k, v, y, log_sums, scores)
+                q, k, v, 0.0, ctx.is_causal, attn_mask=bias)
+        ctx.save_for_backward(q, k, v, y, log_sums, bias)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        *saved, scores = ctx.saved_tensors
-        with exact_products():
+        *saved, bias = ctx.saved_tensors
+        with float32_products():
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, *saved, 0.0, ctx.is_causal, attn_mask=scores)
+                grad, *saved, 0.0, ctx.is_causal, attn_mask=bias)
         return *grads, None
 
 
 @contextlib.contextmanager
-def exact_products():
-    """Under --dtype=bf32: compute products inside the block with float32 factors."""
+def float32_products():
+    """
+    Under --dtype=bf32: compute products inside the block with float32 factors. The setting belongs
+    to the process, so other threads' products have them meanwhile, too.
+    """
     rounds = torch.get_float32_matmul_precision() == "medium"
     if rounds:
         torch.set_float32_matmul_precision("highest")

@@ -44,7 +44,7 @@ def test_attention_of_bf32_has_float32_products(kv_heads, masked):
         assert torch.equal(ops.attention(q, k, v, mask), exact[0])
     assert torch.get_float32_matmul_precision() == "medium"
     assert all(map(torch.equal, rounded, exact))
-    with ops.exact_products():
+    with ops.float32_products():
         assert torch.get_float32_matmul_precision() == "highest"
     frozen = q.clone().requires_grad_()  # keys and values without gradients
     ops.attention(frozen, k, v, mask).sum().backward()

@@ -36,7 +36,7 @@ FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
 # TFLOP/s of one GPU core, in any type: the chip's figure divided by its number of cores. Apple
 # publishes no figure for later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
-# torch dtype of the values of the setting `dtype`, but "auto".
+# torch dtype of the values of the setting `dtype`, except "auto".
 TORCH_DTYPES = {"float32": torch.float32, "bf32": torch.float32, "bfloat16": torch.bfloat16,
                 "float16": torch.float16}
 
@@ -66,12 +66,15 @@ def is_amd():
 
 def use_dtype(config, device):
     """
-    Have this process multiply as the setting `dtype` says, and return the torch dtype of autocast.
+    Set the precision of this process's products to the setting `dtype`, and return the torch dtype
+    of autocast; float32: no autocast.
 
     "auto" is bfloat16 on NVIDIA GPUs that support it, float16 on older ones with tensor cores
-    (V100, T4), bf32 on CPUs with AMX, and float32 elsewhere. bf32 is float32 whose products have
-    bfloat16 factors and float32 sums, but for attention's (oneDNN's fpmath mode bf16): PyTorch's
-    float32 matmul precision "medium". The compiler would multiply attention so, too.
+    (V100, T4), bf32 on CPUs with AMX unless the model is compiled, and float32 elsewhere.
+
+    bf32 is float32, but oneDNN rounds the factors of products to bfloat16, except in attention. It
+    is PyTorch's float32 matmul precision "medium". GPUs have TF32 instead. A compiled model's
+    attention would be rounded, too, which is slow.
     """
     dtype = config.dtype
     if dtype not in DTYPES:
@@ -97,7 +100,10 @@ def default_dtype(device, compiles):
 
 
 def dtype_name(amp_dtype, device):
-    """Return the value of the setting `dtype` for which use_dtype has returned amp_dtype."""
+    """
+    Return the value of the setting `dtype` for which use_dtype has returned amp_dtype. Inside
+    ops.float32_products(), bf32 looks like float32.
+    """
     rounds = device.type == "cpu" and torch.get_float32_matmul_precision() == "medium"
     return "bf32" if rounds else str(amp_dtype).split(".")[-1]
 
