@@ -124,7 +124,8 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
 
 def test_two_processes_begin_with_the_tables_of_one(folder):
     """Sharded, so that each holds a part of what the master has computed."""
-    args = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=2", "--eval_interval=2", "--eval_iters=0"]
+    args = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=2", "--eval_interval=2",
+            "--eval_iters=0", "--dtype=float32"]
     assert run(folder, *args, "--out_dir=one").returncode == 0
     for done in ranks(folder, 2, *args, "--fsdp=True", "--out_dir=two"):
         assert done.returncode == 0, done.stderr

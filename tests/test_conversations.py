@@ -500,7 +500,7 @@ def first_loss(folder, context, rows, batch_size, processes=1):
     """loss/train and loss/val of one step over all rows at once, by so many processes."""
     out = f"out/{context}-{batch_size}-{processes}"
     args = ["--data=p", "--init_from=m.gguf", f"--out_dir={out}", f"--max_seq_len={context}", f"--batch_size={batch_size}",
-            f"--gradient_accumulation_steps={rows // batch_size}", *SETTINGS]
+            f"--gradient_accumulation_steps={rows // batch_size}", "--dtype=float32", *SETTINGS]
     if processes == 1:
         done = [train(folder, *args)]
     else:

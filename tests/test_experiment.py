@@ -251,7 +251,7 @@ def test_what_cannot_be_tried_is_one_line(repository, tmp_path):
 # ---- the score ----------------------------------------------------------------------------------------------------
 
 def test_the_score_is_the_validation_loss_where_both_read_the_same(folder, monkeypatch):  # noqa: F811
-    done = run(folder, "--data=my.txt", "--max_iters=10", "--eval_iters=0", "--out_dir=scored")
+    done = run(folder, "--data=my.txt", "--max_iters=10", "--eval_iters=0", "--out_dir=scored", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(folder)
     texts = score.validation_texts("scored")
