@@ -53,6 +53,22 @@ def scores(model, before):
     return [model.score(str(token), [*map(str, before)]) for token in range(V)]
 
 
+def test_predictions_are_kept_if_there_is_room(made, monkeypatch):
+    found, text = made
+    places = np.array([3, 250, 3, 7])
+    expected = found.predict(places)
+    calls, predict = [], found.predict
+    monkeypatch.setattr(found, "predict", lambda at: calls.append([*at]) or predict(at))
+    for order in (places, places[::-1], np.array([7, 8])):
+        probabilities = found.probabilities(order)
+        assert np.array_equal(probabilities, predict(order))
+    assert np.array_equal(found.probabilities(places), expected)
+    assert calls == [[3, 250, 3, 7], [8]]
+    monkeypatch.setattr(ngrams, "MAX_KEPT", 4 * V * len(found.tokens) - 1)
+    large = ngrams.Ngrams(found.tokens, len(text), V)
+    assert large.kept is None and large.probabilities(places).shape == (4, V)
+
+
 def test_they_predict_other_text_as_nltk_does(made):
     found, text = made
     model = of_nltk(found.tokens, len(text))

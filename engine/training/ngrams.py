@@ -16,6 +16,7 @@ ORDER = 8         # tokens of the longest context
 TEXTS = 256       # texts that are written side by side
 SEED = 1337       # of the writing
 MAX_VOCAB = 8192  # max vocabulary; the table of order 1 then takes 256 MiB
+MAX_KEPT = 1 << 28  # max bytes of kept predictions
 
 
 class Order:
@@ -84,6 +85,9 @@ class Ngrams:
     """
     Count the first `counted` of tokens (N,), and predict at any place of them. The tokens are a
     ring: the context of the first ones is the end.
+
+    A training asks for each place once a reading, so predictions are kept, if those of all places
+    fit in MAX_KEPT bytes.
     """
 
     def __init__(self, tokens, counted, V):
@@ -104,9 +108,22 @@ class Ngrams:
             places = order.a_place_of_each()
         for order in self.orders[:2]:  # those with many pairs for each context
             order.make_table(V)
+        self.kept = None  # (N, V) float32, the rows of the places where is_kept (N,)
+        if 4 * len(tokens) * V <= MAX_KEPT:
+            self.kept = np.empty((len(tokens), V), np.float32)
+            self.is_kept = np.zeros(len(tokens), bool)
 
     def probabilities(self, places):
         """Return the probabilities of the tokens that may stand at places (n,): (n, V) float32."""
+        if self.kept is None:
+            return self.predict(places)
+        new = places[~self.is_kept[places]]
+        if len(new):
+            self.kept[new], self.is_kept[new] = self.predict(new), True
+        return self.kept[places]
+
+    def predict(self, places):
+        """Compute what probabilities() returns."""
         rows, actual = np.arange(len(places)), self.tokens[places]
         found = np.zeros((len(places), self.V), np.float32)
         weight = np.ones(len(places))  # the probability that longer orders leave to this one
