@@ -87,6 +87,7 @@ def test_the_kernels_are_valid_beside_their_emulation():
     subprocess.run([*EMULATED, "-fsyntax-only", "runtime/cuda/cuda.cu"], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_variants_of_prompt_products_have_the_same_bits(tmp_path):
     """
     Weights of all types copied as they are, or stored before others are loaded; each also beside sums in double precision.
@@ -134,6 +135,7 @@ def test_ops_equal_the_cpus(ops_bin, where):
         print(done.stdout.decode())
 
 
+@pytest.mark.slow
 def test_barriers_that_carry_their_data(tmp_path):
     """Two shapes of whole tokens with the kernel's variants. A block that waits for what was overwritten waits for ever."""
     unsanitized = [*UNSANITIZED, "-fno-sanitize=all"]
