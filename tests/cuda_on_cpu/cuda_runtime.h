@@ -2,9 +2,9 @@
 // without a GPU.
 //
 // Threads are fibers that take turns (fibers.cpp). Results must not depend on the order of the
-// turns (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled). Blocks run one after another;
-// those of a cooperative launch run together, so its kernel must use LAUNCH_SHARED instead of
-// __shared__. Memory that CUDA leaves uninitialized is filled with NaN. The work of a stream is
+// turns (CUDA_ON_CPU_ORDER=0, 1, 2, 3: forward, backward, shuffled, one block slower than others).
+// Blocks run one after another; those of a cooperative launch run together, so its kernel must use
+// LAUNCH_SHARED instead of __shared__. Memory that CUDA leaves uninitialized is filled with NaN. The work of a stream is
 // done when the host waits for it, and not before. Timing and caches are not emulated.
 //
 // Other environment variables: CUDA_ON_CPU_MULTIPROCESSORS, CUDA_ON_CPU_SHARED (bytes of shared
