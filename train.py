@@ -175,8 +175,8 @@ teacher = ""                # distillation: learn the predictions of these model
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bf32 (float32, but factors of
-                            # products are rounded to bfloat16; auto on CPUs with AMX), bfloat16,
-                            # float16 (auto on V100 and T4)
+                            # products are rounded to bfloat16; auto on CPUs with AMX where faster),
+                            # bfloat16, float16 (auto on V100 and T4)
 peak_tflops = 0.0           # peak that mfu refers to, per device; 0: from its data sheet, or
                             # measured by a matrix product
 fsdp = False                # split weights and optimizer over the processes (FSDP2) instead of

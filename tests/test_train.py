@@ -1206,7 +1206,7 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
 def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
     config = SimpleNamespace(dtype=kind, compile=False)
-    assert train.hardware.use_dtype(config, torch.device("cuda")) == expected
+    assert train.hardware.use_dtype(config, torch.device("cuda"), 64) == expected
 
 
 @pytest.mark.parametrize("kind, compiles, has_amx, expected", [
@@ -1215,7 +1215,7 @@ def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, ex
 def test_products_of_a_cpu(monkeypatch, kind, compiles, has_amx, expected):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     cpu, config = torch.device("cpu"), SimpleNamespace(dtype=kind, compile=compiles)
-    amp_dtype = train.hardware.use_dtype(config, cpu)
+    amp_dtype = train.hardware.use_dtype(config, cpu, 128)
     assert amp_dtype == (torch.bfloat16 if expected == "bfloat16" else torch.float32)
     assert train.hardware.dtype_name(amp_dtype, cpu) == expected
     assert torch.get_float32_matmul_precision() == ("medium" if expected == "bf32" else "highest")
@@ -1224,8 +1224,15 @@ def test_products_of_a_cpu(monkeypatch, kind, compiles, has_amx, expected):
 @pytest.mark.parametrize("kind, compiles, device", [("bf32", True, "cpu"), ("bf32", False, "cuda"), ("bf16", False, "cpu")])
 def test_products_that_a_device_lacks(capsys, kind, compiles, device):
     with pytest.raises(SystemExit):
-        train.hardware.use_dtype(SimpleNamespace(dtype=kind, compile=compiles), torch.device(device))
+        train.hardware.use_dtype(SimpleNamespace(dtype=kind, compile=compiles), torch.device(device), 64)
     assert f"--dtype={kind}" in capsys.readouterr().err
+
+
+def test_threads_share_no_products_of_bf32_in_a_narrow_model(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for threads, dim, expected in (1, 64, "bf32"), (2, 64, "float32"), (2, 128, "bf32"):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert train.hardware.default_dtype(torch.device("cpu"), dim, False) == expected
 
 
 def test_one_process_alone_computes_the_largest_stacks():

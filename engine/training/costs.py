@@ -348,6 +348,7 @@ class TrialTraining:
     def __init__(self, config, vocab_size, setup):
         self.config, self.vocab_size, self.device = config, vocab_size, setup.device
         args = setup.build.model_args(config, vocab_size)
+        hardware.use_dtype(config, setup.device, args.dim)  # as train.py does
         self.model = lora.build(args, setup.lora, setup.device)
         for p in lora.split(self.model)[1].values():
             p.fill_(1 if p.dtype == torch.int8 else 0.01)

@@ -124,7 +124,6 @@ def try_batches(send, search):
     larger one is tried.
     """
     device, limit = search.setup.device, search.limit
-    hardware.use_dtype(search.config, device)
     limit_memory(device, limit)
     best, not_faster = 0, 0
     try:

@@ -36,6 +36,7 @@ FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
 # TFLOP/s of one GPU core, in any type: the chip's figure divided by its number of cores. Apple
 # publishes no figure for later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
+MIN_BF32_DIM = 128  # narrowest model for which several threads use bf32 by themselves
 # torch dtype of the values of the setting `dtype`, except "auto".
 TORCH_DTYPES = {"float32": torch.float32, "bf32": torch.float32, "bfloat16": torch.bfloat16,
                 "float16": torch.float16}
@@ -64,13 +65,13 @@ def is_amd():
     return False
 
 
-def use_dtype(config, device):
+def use_dtype(config, device, dim):
     """
     Set the precision of this process's products to the setting `dtype`, and return the torch dtype
-    of autocast; float32: no autocast.
+    of autocast; float32: no autocast. dim: width of the model.
 
     "auto" is bfloat16 on NVIDIA GPUs that support it, float16 on older ones with tensor cores
-    (V100, T4), bf32 on CPUs with AMX unless the model is compiled, and float32 elsewhere.
+    (V100, T4), bf32 on CPUs with AMX (see default_dtype), and float32 elsewhere.
 
     bf32 is float32, but oneDNN rounds the factors of products to bfloat16, except in attention. It
     is PyTorch's float32 matmul precision "medium". GPUs have TF32 instead. A compiled model's
@@ -80,7 +81,7 @@ def use_dtype(config, device):
     if dtype not in DTYPES:
         fail(f"--dtype={dtype}: expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if dtype == "auto":
-        dtype = default_dtype(device, config.compile)
+        dtype = default_dtype(device, dim, config.compile)
     if dtype == "bf32" and (device.type != "cpu" or config.compile):
         compiled = " with --compile" if config.compile else ""
         fail(f"--dtype=bf32 on {device.type}{compiled}: expected a CPU without --compile, or "
@@ -90,10 +91,15 @@ def use_dtype(config, device):
     return TORCH_DTYPES[dtype]
 
 
-def default_dtype(device, compiles):
-    """Return the value of the setting `dtype` that "auto" stands for. compiles: with --compile."""
+def default_dtype(device, dim, compiles):
+    """
+    Return the value of the setting `dtype` that "auto" stands for. compiles: with --compile. Two
+    threads that share a product in bf32 gain nothing for a model narrower than MIN_BF32_DIM.
+    """
     if device.type == "cpu":
-        return "bf32" if torch.cpu._is_amx_tile_supported() and not compiles else "float32"
+        is_faster = dim >= MIN_BF32_DIM or torch.get_num_threads() == 1
+        has_units = torch.cpu._is_amx_tile_supported()
+        return "bf32" if has_units and is_faster and not compiles else "float32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
         return "bfloat16" if has_bfloat16(device) else "float16"
     return "float32"

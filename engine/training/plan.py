@@ -503,7 +503,7 @@ def text_settings(values, given, build):
     plan = plan_characters(config, given, size)
     if not plan:
         device = distributed.setup(config.device)
-        setup = TrialSetup(build, device, hardware.use_dtype(config, device))
+        setup = TrialSetup(build, device, hardware.use_dtype(config, device, config.dim))
         plan = plan_shape(config, given, size, setup)
     names = "vocab_source", "max_vocab_size", "max_text_bytes"
     return {name: plan[name] for name in names if name in plan}
@@ -587,7 +587,7 @@ def show_costs(build):
         config = config.changed(**derive_from_depth(config, config.given, vocab_size))
     if device.type == "cpu":
         hardware.keep_memory()
-    amp_dtype = hardware.use_dtype(config, device)
+    amp_dtype = hardware.use_dtype(config, device, config.dim)
     adapters = lora.new(config, amp_dtype, vocab_size) if config.lora_rank else None
     setup = TrialSetup(build, device, amp_dtype, adapters)
     args = build.model_args(config, vocab_size)

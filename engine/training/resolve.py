@@ -57,7 +57,7 @@ def resolve(config, device, prepare, build):
     prepare = partial(prepare, chat_template=template)
     if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
-    amp_dtype = hardware.use_dtype(config, device)
+    amp_dtype = hardware.use_dtype(config, device, config.dim)
     adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
     # The same targets have the same words, so that a resumed run may be given Hugging Face's names.
     targets = lora.parse_targets(config.lora_targets)
@@ -85,6 +85,7 @@ def resolve(config, device, prepare, build):
         config = config.changed(sample_prompt=prompt)
         if not config.eval_only:
             say(f"samples continue {prompt!r}; --sample_prompt sets other prompts")
+    hardware.use_dtype(config, device, args.dim)  # the width is known now
     return Resolved(config, start, resuming, changes, clock, setup, prepared, args)
 
 
