@@ -38,7 +38,7 @@ def test_barriers_that_carry_their_data(variant_bin, multiprocessors):
 
 
 def test_more_blocks_for_each_head(tmp_path):
-    """Random models at up to 600 positions: up to 16 blocks share a head, of which some have no positions."""
+    """Random models at up to 600 positions. Up to 16 blocks share a head, and some of them get none of its positions."""
     binary = build(tmp_path, "tests/cuda_ops.cpp", emulated=UNSANITIZED, kernels=["-DSPLIT_POSITIONS=32"])
     for multiprocessors in "12", "132":
         run(binary, 1, 2, limit=1200, CUDA_ON_CPU_MULTIPROCESSORS=multiprocessors, CUDA_ON_CPU_ORDER="2")

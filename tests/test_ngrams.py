@@ -65,6 +65,7 @@ def test_predictions_are_kept_if_there_is_room(made, monkeypatch):
     assert np.array_equal(found.probabilities(places), expected)
     assert calls == [[3, 250, 3, 7], [8]]
     monkeypatch.setattr(ngrams, "MAX_KEPT", 4 * V * len(found.tokens) - 1)
+    assert ngrams.kept_bytes(len(found.tokens), V) == 0
     large = ngrams.Ngrams(found.tokens, len(text), V)
     assert large.kept is None and large.probabilities(places).shape == (4, V)
 

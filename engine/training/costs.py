@@ -523,6 +523,7 @@ def estimate_run(config, args, setup, meta, begun=0):
             seconds += evaluations * evaluation_seconds(config, meta, forward, sample)
             speed = tokens_per_step(config) / step
     kinds["text"] = text * cpu
+    kinds["n-grams"] = distill.ngrams_memory(config, meta)
     kinds["Python, torch and room to work" if cpu else "room to work"] = rest
     return {"memory": kinds, "seconds": seconds, "tokens_per_sec": speed}
 

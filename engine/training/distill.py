@@ -22,7 +22,7 @@ from configurator import fail
 from engine.files import replacing
 from engine.text.prepare import errors_in_one_line
 from engine.training import distributed
-from engine.training.ngrams import MAX_VOCAB, Ngrams
+from engine.training.ngrams import MAX_VOCAB, Ngrams, kept_bytes
 from engine.untrusted import reading
 
 NGRAMS_ALONE = "ngrams"  # the value of --teacher without models
@@ -97,6 +97,14 @@ def written_tokens(config, meta):
     if config.teacher == NGRAMS_ALONE:
         per_token = NGRAMS_WRITE if meta["train_bytes"] < NGRAMS_WRITE_BELOW else 0
     return min(per_token * n, MAX_TOKENS) if config.teacher and n <= MAX_TOKENS else 0
+
+
+def ngrams_memory(config, meta):
+    """Return the bytes that n-grams keep during a training; meta: meta.json of the text."""
+    if not (config.teacher and ngrams_can_teach(meta)):
+        return 0
+    n = meta["train_tokens"] + written_tokens(config, meta)
+    return kept_bytes(n, meta["vocab_size"])
 
 
 def ngrams_can_teach(meta):

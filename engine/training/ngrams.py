@@ -19,6 +19,12 @@ MAX_VOCAB = 8192  # max vocabulary; the table of order 1 then takes 256 MiB
 MAX_KEPT = 1 << 28  # max bytes of kept predictions
 
 
+def kept_bytes(n, V):
+    """Return the bytes of the predictions that Ngrams keep for n places; 0: too many to keep."""
+    size = 4 * n * V
+    return size if size <= MAX_KEPT else 0
+
+
 class Order:
     """
     The pairs of one order. They are numbered by context, then token: those of context c are
@@ -109,7 +115,7 @@ class Ngrams:
         for order in self.orders[:2]:  # those with many pairs for each context
             order.make_table(V)
         self.kept = None  # (N, V) float32, the rows of the places where is_kept (N,)
-        if 4 * len(tokens) * V <= MAX_KEPT:
+        if kept_bytes(len(tokens), V):
             self.kept = np.empty((len(tokens), V), np.float32)
             self.is_kept = np.zeros(len(tokens), bool)
 
