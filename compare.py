@@ -67,7 +67,7 @@ NOT_SETTINGS = ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "wand
                 "n_params", "n_trained", "flops_per_token", "git_changed")
 VERSION = ("git_commit", "diff")  # of the program
 # Settings that a time budget derives from the measured speed, unless the command gives them.
-FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "eval_iters", "dropout", "weight_decay")
+FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "dropout", "weight_decay")
 NAMES = {  # {metric: (name, unit)}
     "loss/val": ("validation loss", "nats per token"),
     "loss/train": ("training loss", "nats per token"),

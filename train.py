@@ -60,8 +60,8 @@ from track import Tracker, source_version, start_tracking
 out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; auto: out/ and the
                             # name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # tokens per split in an evaluation, in units of 1024; 0: all of val,
-                            # and the same number of tokens of train
+eval_iters = 50             # tokens of the validation split in an evaluation, in units of 1024;
+                            # 0: all; of the training split a quarter of that, but at least 8 units
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
 early_stop = 0              # after this many evaluations in a row without a new best loss, go back
@@ -270,15 +270,14 @@ def train_step(t, step, x, y, spike_detector, update_norms):
 def evaluate(t):
     """
     Return {split: mean loss in nats per token} for "train" and "val". Every call reads the same
-    documents, with the same number of tokens in both splits. Each document is read from its
-    beginning, a long one in pieces of the context's length. The processes share the work.
+    documents, with costs.eval_limits predictions. Each document is read from its beginning, a long
+    one in pieces of the context's length. The processes share the work.
     """
     t.model.eval()
     # Apple's GPUs have no float64.
     precise = torch.float32 if t.device.type == "mps" else torch.float64
-    limit = eval_iters * costs.EVAL_TOKENS
     losses = {}
-    for split in ("train", "val"):
+    for split, limit in costs.eval_limits(eval_iters, t.dataset.meta).items():
         total = torch.zeros(2, dtype=precise, device=t.device)  # [sum of losses, predictions]
         for x, y, is_counted in t.dataset.eval_batches(split, limit, costs.EVAL_PASS):
             x, y = distributed.to_device(t.device, x, y)
@@ -514,8 +513,9 @@ def main(config, steps=math.inf):
                  exports, teachers)
     if eval_only:
         losses = evaluate(t)
-        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, each over "
-            f"the same number of tokens")
+        read = costs.eval_limits(eval_iters, dataset.meta)
+        say(f"validation loss {losses['val']:.4f} over up to {read['val']:,} tokens, training loss "
+            f"{losses['train']:.4f} over up to {read['train']:,}")
         row = {"loss/val": losses["val"], "loss/train_eval": losses["train"],
                "bpb/val": dataset.bits_per_byte(losses["val"])}
         result.show(config, result.result_of(t, "evaluated", row))

@@ -61,11 +61,11 @@ def words(size):
 def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
     s, meta = knobs(eval_iters=10, max_seq_len=64, sample_prompt="a|b"), {"val_tokens": 50_100, "val_documents": 100}
     samples = 96 * 0.5  # of all prompts at once
-    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 10_240 + 8 * 64 + samples
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 10_240 + 8192 + 8 * 64 + samples
     s = s.changed(eval_iters=0)
-    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 1.25 * 50_000 + 8 * 64 + samples
     monkeypatch.setattr(distributed, "world", 4)
-    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 / 4 + 8 * 64 + samples
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 1.25 * 50_000 / 4 + 8 * 64 + samples
 
 
 def test_samples_are_as_long_as_their_time_is_reckoned_for():

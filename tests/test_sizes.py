@@ -19,6 +19,7 @@ from tokenizer import Tokenizer, train_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 SETUP = costs.TrialSetup(train.BUILD, CPU, torch.float32)
+VAL = {"val_tokens": 40_000, "val_documents": 0}  # of meta.json, where no more of it matters
 SIZES = [2_000, 10_000, 100_000, 1_000_000, 10_000_000, 1_000_000_000]
 
 
@@ -102,7 +103,7 @@ def test_every_plan_can_train(monkeypatch, size):
         assert ModelArgs.of(s, vocab).problem() is None
         assert 12 * s.n_layers * s.dim ** 2 <= max(plan.max_block_params(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
-        meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
+        meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab, **VAL}
         seconds, more = plan.plan_length(s, set(), meta, SETUP)
         values = plan.values(more)
         assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
@@ -117,7 +118,7 @@ def test_every_plan_can_train(monkeypatch, size):
 def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_to_read(monkeypatch, device, size, minutes, times):
     """A step takes 5 ms, however small, and not much longer before it has 8 times as many tokens or the text is read enough."""
     s = planned(monkeypatch, size, minutes, given={"dim"}, dim=64)
-    meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": 500}
+    meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": 500, **VAL}
     usual = costs.tokens_per_step(s)
     monkeypatch.setattr(plan, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
 
@@ -139,7 +140,7 @@ def test_dropout_grows_with_how_often_a_text_is_read():
 
 def test_weights_are_averaged_where_a_text_is_read_often(monkeypatch):
     def average(minutes, *given):
-        meta = {"train_tokens": 33_000, "train_bytes": 90_000, "vocab_size": 512}
+        meta = {"train_tokens": 33_000, "train_bytes": 90_000, "vocab_size": 512, **VAL}
         s = planned(monkeypatch, 100_000, minutes)
         return plan.values(plan.plan_length(s, set(given), meta, SETUP)[1]).get("weight_average")
 
@@ -148,7 +149,7 @@ def test_weights_are_averaged_where_a_text_is_read_often(monkeypatch):
 
 def test_ngrams_teach_where_a_text_is_read_often(monkeypatch):
     def teacher(minutes, *given, size=90_000, **meta):
-        meta = {"train_tokens": 33_000, "train_bytes": size, "vocab_size": 512} | meta
+        meta = {"train_tokens": 33_000, "train_bytes": size, "vocab_size": 512, **VAL} | meta
         s = planned(monkeypatch, size, minutes)
         found = plan.values(plan.plan_length(s, set(given), meta, SETUP)[1])
         return found.get("teacher"), "early_stop" in found
@@ -176,7 +177,7 @@ def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(m
 
 @pytest.mark.parametrize("possible", [100.4, 100.6])
 def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch, possible):
-    s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
+    s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512, **VAL}
     monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 60 / possible)
     steps, why = plan.plan_length(s, set(), meta, SETUP)[1]["max_iters"]
@@ -195,19 +196,26 @@ def test_the_context_grows_with_the_width():
     assert found == [64, 64, 128, 512, 1024, 1024]
 
 
-def test_an_evaluation_takes_about_a_hundredth_of_the_time_at_most(monkeypatch):
-    """Of two splits, forward alone, which is a third of what a training step computes."""
-    s, meta = planned(monkeypatch, 10_000_000), {"train_tokens": 10 ** 7, "train_bytes": 3 * 10 ** 7, "vocab_size": 512}
+def test_runs_of_a_text_compare_however_fast_the_machine_is(monkeypatch):
+    """Their evaluations read the same tokens; a slower machine evaluates less often. An evaluation computes the forward pass alone, a third of a step."""
+    s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512, **VAL}
     monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
-    monkeypatch.setattr(plan, "step_seconds", lambda *_: 60.0 / 5000)
-    length = plan.values(plan.plan_length(s, set(), meta, SETUP)[1])
-    assert 8 < length["eval_iters"] < 200
-    assert 0.004 < 2 * costs.EVAL_TOKENS * length["eval_iters"] / 3 / (5000 * costs.tokens_per_step(s)) < 0.01
+    tokens = sum(costs.eval_limits(s.eval_iters, meta).values())
+    assert tokens == 40_000 + 10_000
+    shares = {}
+    for steps in 50, 2000, 3000, 6000:
+        monkeypatch.setattr(plan, "step_seconds", lambda *_: 60.0 / steps)
+        length = plan.values(plan.plan_length(s, set(), meta, SETUP)[1])
+        assert "eval_iters" not in length
+        count = steps // length["eval_interval"]
+        shares[count] = count * tokens / 3 / (steps * costs.tokens_per_step(s))
+    assert min(shares) == 3 and max(shares) == 12 and len(shares) > 2
+    assert all(0.04 < share < 0.09 for count, share in shares.items() if 3 < count < 12)
 
 
 def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
     s = planned(monkeypatch, 1_000_000, 10.0).changed(minutes=1000.0)  # so long that the time taken so far changes nothing
-    meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920}
+    meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920, **VAL}
 
     def decay(rate, *given):
         config = s.changed(learning_rate=rate)
@@ -244,7 +252,7 @@ def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
 
 def test_a_text_of_half_a_megabyte_and_more_has_two_tables_that_begin_with_counts_of_pairs(monkeypatch):
     """Two that begin at random need twice the rate."""
-    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
+    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000, **VAL}
 
     def found(s, *given):
         length = plan.values(plan.plan_length(s, set(given), meta, SETUP)[1])
@@ -300,7 +308,7 @@ def test_a_step_that_seems_slow_is_measured_again(monkeypatch):
 def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.max_vocab_size, s.batch_size) == (48, 5, 600, 0, 3)
-    meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
+    meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600, **VAL}
     _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, SETUP)
     assert not {"dropout", "max_iters"} & more.keys()
     assert planned(monkeypatch, 1_000_000, vocab_source="char").max_vocab_size == 0

@@ -528,7 +528,10 @@ def test_accumulation_gives_the_same_losses_and_a_row_their_mean(folder):
 
 @pytest.mark.parametrize("name", ["one_long_text", "stories"])
 def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, monkeypatch):
-    """Both splits alike: the same number of tokens of each, no BOS among them, the same loss for every batch_size."""
+    """
+    As many tokens of both splits while they are few, then fewer of the training split; no BOS among them; the same loss for every
+    batch_size.
+    """
     source = folder / "my.txt" if name == "one_long_text" else "stories:300"
     prepared = prepare.load(train.prepare(source, "byte", cache=tmp_path, workers=1))
     for key, value in dict(max_seq_len=64, eval_iters=2, device="cpu").items():
@@ -554,7 +557,7 @@ def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, mo
     read.clear()
     train.evaluate(t)
     whole = dataset.meta["val_tokens"] - dataset.meta["val_documents"]
-    assert sum((y >= 0).sum().item() for _, y in read) == 2 * whole
+    assert sum((y >= 0).sum().item() for _, y in read) == whole + min(whole, 8192)
 
 
 def test_fine_tuning_takes_architecture_and_vocabulary_from_the_checkpoint(folder, reference):

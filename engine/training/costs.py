@@ -21,7 +21,9 @@ from engine.text import yardsticks
 from engine.training import distill, distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
-EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
+EVAL_TOKENS = 1024  # tokens that one unit of eval_iters stands for
+TRAIN_EVAL = 8 * EVAL_TOKENS  # tokens of the training split that an evaluation reads at least, if
+                    # it reads as many of the validation split
 SAMPLE_TOKENS = 96  # max tokens of a sample of an evaluation
 EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
                     # models up to 30 % longer
@@ -528,15 +530,24 @@ def estimate_run(config, args, setup, meta, begun=0):
     return {"memory": kinds, "seconds": seconds, "tokens_per_sec": speed}
 
 
+def eval_limits(eval_iters, meta):
+    """
+    Return {split: max predictions of an evaluation}. The loss of the training split, which only
+    shows whether the model memorizes the text, needs fewer than that of the validation split.
+    """
+    available = meta["val_tokens"] - meta["val_documents"]
+    val = min(EVAL_TOKENS * eval_iters or available, available)
+    return {"train": min(val, max(TRAIN_EVAL, val // 4)), "val": val}
+
+
 def evaluation_seconds(config, meta, forward, sample):
     """
     Return the seconds of an evaluation: both splits, the probe batches (four windows of each split)
     and the samples, which grow by SAMPLE_TOKENS together. forward: seconds per token; sample:
     seconds in which each sample grows by a token.
     """
-    available = meta["val_tokens"] - meta["val_documents"]
-    split = min(EVAL_TOKENS * config.eval_iters or available, available)
-    tokens = 2 * split / distributed.world + 8 * config.max_seq_len
+    predictions = sum(eval_limits(config.eval_iters, meta).values())
+    tokens = predictions / distributed.world + 8 * config.max_seq_len
     return tokens * forward + SAMPLE_TOKENS * sample
 
 

@@ -21,7 +21,7 @@ from engine.text import yardsticks
 from engine.text.prepare import (bytes_per_character, is_prepared, read_meta, text_bytes,
                                  usual_pieces)
 from engine.training import distill, distributed, hardware, lora, resume
-from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, expected_memory, min_memory, show,
+from engine.training.costs import (Pass, TrialSetup, eval_limits, expected_memory, min_memory, show,
                                    step_seconds, tokens_per_step)
 from engine.training.validate import check_settings
 from engine.untrusted import reading
@@ -34,8 +34,8 @@ MAX_SEQUENCES = 32    # max sequences per forward pass
 MAX_CONTEXT = 1024    # max tokens of context
 RESERVE = 0.03        # fraction of the time budget that is kept for what follows the last step
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
-EVALUATIONS = 12      # per run
-EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
+EVALUATIONS = 3, 12   # min and max per run
+EVAL_FRACTION = 0.08  # fraction of a run's time for evaluations, if that is enough for the min
 OFTEN = 10            # readings of a text from which on weights are averaged and n-grams may teach
 NGRAMS_TEACH_BELOW = 200_000  # bytes; a larger text teaches a model more than n-grams do
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
@@ -371,9 +371,11 @@ def plan_length(config, given, meta, setup):
         f"more than there is time for: the time allows about {steps:,} steps, {read}")
     if useful_steps < possible_steps:
         max_iters = steps, f"{read}: the model would memorize it if it read it more often"
-    # Per token, a training step computes three times as much as an evaluation; one evaluation reads
-    # two splits.
-    eval_tokens = 3 / 2 * EVAL_FRACTION * steps * tokens_per_step(config)
+    # Every evaluation reads the same tokens, however fast the machine is, so that runs compare. Per
+    # token, a training step computes three times as much as an evaluation.
+    eval_tokens = sum(eval_limits(config.eval_iters, meta).values())
+    affordable = 3 * EVAL_FRACTION * steps * tokens_per_step(config) / eval_tokens
+    evaluations = min(max(int(affordable), EVALUATIONS[0]), EVALUATIONS[1])
     plan = {"max_iters": max_iters,
             "learning_rate": (rate, "falls with the width"),
             "bigram_start": (begins_with_counts,
@@ -386,9 +388,7 @@ def plan_length(config, given, meta, setup):
                              "grows with the number of epochs, more so for a small text"),
             "weight_average": (average_for(text_epochs), "the fraction of the steps over which "
                                "weights are averaged, if the text is read often"),
-            "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
-            "eval_iters": (min(200, max(8, round(eval_tokens / EVAL_TOKENS))),
-                           "thousand tokens per split, about a hundredth of the time at most"),
+            "eval_interval": (max(1, steps // evaluations), f"{evaluations} evaluations"),
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a new best; then the run returns to the best "
                               "weights and ends soon")}
