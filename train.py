@@ -61,7 +61,7 @@ out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; a
                             # name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
 eval_iters = 50             # tokens of the validation split in an evaluation, in units of 1024;
-                            # 0: all; of the training split a quarter of that, but at least 8 units
+                            # 0: all; of the training split a quarter of that, see eval_limits
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
 early_stop = 0              # after this many evaluations in a row without a new best loss, go back

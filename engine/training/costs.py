@@ -21,9 +21,9 @@ from engine.text import yardsticks
 from engine.training import distill, distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
-EVAL_TOKENS = 1024  # tokens that one unit of eval_iters stands for
-TRAIN_EVAL = 8 * EVAL_TOKENS  # tokens of the training split that an evaluation reads at least, if
-                    # it reads as many of the validation split
+EVAL_TOKENS = 1024  # tokens in one unit of eval_iters
+TRAIN_EVAL = 8192   # an evaluation that reads fewer tokens of val reads as many of train; any other
+                    # reads at least this many of train
 SAMPLE_TOKENS = 96  # max tokens of a sample of an evaluation
 EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
                     # models up to 30 % longer
@@ -532,8 +532,10 @@ def estimate_run(config, args, setup, meta, begun=0):
 
 def eval_limits(eval_iters, meta):
     """
-    Return {split: max predictions of an evaluation}. The loss of the training split, which only
-    shows whether the model memorizes the text, needs fewer than that of the validation split.
+    Return {split: max predictions of an evaluation}. eval_iters: the setting of train.py; meta:
+    meta.json of the prepared text. The training split gets a quarter of the predictions, as its
+    loss only shows whether the model memorizes the text, but not fewer than TRAIN_EVAL if the
+    validation split has as many.
     """
     available = meta["val_tokens"] - meta["val_documents"]
     val = min(EVAL_TOKENS * eval_iters or available, available)
