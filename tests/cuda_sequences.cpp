@@ -289,9 +289,12 @@ static int news_left = -1; // allocations of the backend that succeed before one
 
 // Every `new` of the program. Inlined, free would seem to GCC to free what it did not allocate.
 #define APART __attribute__((noinline))
+APART void *operator new(size_t n, const std::nothrow_t &) noexcept {
+    if (!cuda_on_cpu::owns && news_left >= 0 && news_left-- == 0) return NULL;
+    return malloc(n ? n : 1);
+}
 APART void *operator new(size_t n) {
-    if (!cuda_on_cpu::owns && news_left >= 0 && news_left-- == 0) throw std::bad_alloc();
-    void *block = malloc(n ? n : 1);
+    void *block = operator new(n, std::nothrow);
     if (!block) throw std::bad_alloc();
     return block;
 }
