@@ -70,8 +70,12 @@ KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
 BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
 BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
-# Of the GPU's kernels: their emulation, and what looks for races in it and emulates them for GPUs before Hopper.
-CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda"], ["tests/long_cuda.py", "-k", "have_no_races or before_hopper"]]
+# Of the GPU's kernels: whole programs, each op, races. Of some files also the races of variants, which take no other files' code.
+CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda and not test_ops_equal"], ["tests/test_cuda.py", "-k", "test_ops_equal"]]
+RACES = [["tests/long_cuda.py", "-k", "test_kernels_have_no_races"]]
+VARIANTS = {"tensor_products.cuh": [["tests/long_cuda.py", "-k", "prompt_products_have_no_races"]],
+            **dict.fromkeys(["whole_token.cuh", "carried.cuh", "common.cuh"],
+                            [["tests/long_cuda.py", "-k", "carry_their_data_have_no_races"]])}
 # An object is another one if the change is one at all.
 COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
 
@@ -146,6 +150,32 @@ GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|grid_
 def guards(source):
     """Every barrier, fence, wait and early end of the GPU's kernels, each to be taken out."""
     return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
+
+
+SWITCH = """
+#include <stdlib.h>
+inline const char *const missing_guard = getenv("MISSING_GUARD");
+inline bool is_missing(int guard) { return missing_guard && guard == atoi(missing_guard); }
+"""
+
+
+def with_switches(folder):
+    """Make each guard of a copy's kernels a switch that MISSING_GUARD, its number, turns off, so that one build serves all changes."""
+    numbers = {job: number for number, job in enumerate(all_guards())}
+    for path in sorted({path for path, _ in numbers}):
+        text = path.read_bytes()
+        for (where, (begin, end, _)), number in reversed(numbers.items()):
+            if where == path:
+                statement = text[begin:end].lstrip()
+                text = text[:begin] + f"if (is_missing({number})) {{}} else ".encode() + statement + text[end:]
+        (folder / relative(path)).write_bytes(text)
+    header = folder / "tests" / "cuda_on_cpu" / "cuda_runtime.h"
+    header.write_text(header.read_text().replace("#pragma once", "#pragma once" + SWITCH))
+
+
+def all_guards():
+    """[(path, change)], of all of the GPU's kernels."""
+    return [(path, change) for path in sorted(ROOT.glob("runtime/cuda/*.cu*")) for change in guards(path.read_text(encoding="utf-8"))]
 
 
 KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
@@ -362,8 +392,8 @@ def tests_of(path, change, reach):
     files by the lists above.
     """
     if path.parent.name == "cuda":
-        orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
-        return CUDA_TESTS[::-1] if orders else CUDA_TESTS
+        orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait
+        return [*(RACES + CUDA_TESTS if orders else CUDA_TESTS + RACES), *VARIANTS.get(path.name, [])]
     if path.suffix in (".c", ".h"):
         modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
         blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE
@@ -410,17 +440,17 @@ def in_worker(function, *arguments):
 def attempt(path, change, runs, seconds):
     """
     Run the tests with one change; return the name of the first that fails, or None: a survivor.
-    runs: pytest's words, for one run after the other until a test fails. seconds: that the first
-    run takes where nothing is changed; None: unknown.
+    runs: pytest's words, for one run after the other until a test fails. seconds: that each
+    takes where nothing is changed; None: unknown.
     """
-    limit = 600 if seconds is None else 240 + 6 * seconds  # more is a hang, and noticed
     started, who, count = time.monotonic(), None, 0
-    for words in filter(None, runs):
+    for n, words in enumerate(filter(None, runs)):
+        limit = 600 if seconds is None else 240 + 6 * seconds[n]  # more is a hang, and noticed
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             copy = Path(folder, "llamac").resolve()
             copy_to(copy)
             apply(copy, path, change)
-            code, output = pytest(copy, "-x", *words, limit=limit)
+            code, output = pytest(copy, "-x", *words, limit=limit, **missing_guard(path, change))
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         failed = noticed[1] if noticed else f"exit code {code}"
         who = f"no end within {limit:.0f} s" if code is None else failed if code not in (0, 5) else None  # 5: no test was chosen
@@ -433,10 +463,33 @@ def attempt(path, change, runs, seconds):
 
 
 def apply(folder, path, change):
-    """Change a copy of the program."""
+    """Change a copy of the program. That of a guard needs missing_guard in the environment, too."""
+    if path.parent.name == "cuda":
+        return with_switches(folder)
     begin, end, new = change
     text = path.read_bytes()
     (folder / path.relative_to(ROOT)).write_bytes(text[:begin] + new.encode() + text[end:])
+
+
+def missing_guard(path, change):
+    """The environment of a change: which switch is off."""
+    return {"MISSING_GUARD": str(all_guards().index((path, change)))} if path.parent.name == "cuda" else {}
+
+
+def times_of(runs):
+    """The seconds of each run with all guards in place, which compiles what all changes need."""
+    found = []
+    for words in runs:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            copy = Path(folder, "llamac").resolve()
+            copy_to(copy)
+            with_switches(copy)
+            started = time.monotonic()
+            code, output = pytest(copy, "-x", *words, limit=7200)
+        if code or not re.search(r"\d+ passed", output):
+            raise RuntimeError(f"{words} guard nothing:\n{output}")
+        found.append(time.monotonic() - started)
+    return found
 
 
 def objects_of(folder, compiler, path):
@@ -497,10 +550,16 @@ def main(count, kind):
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
     with ProcessPoolExecutor(workers, initializer=work) as pool:
         reached = pool.submit(in_worker, find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
+        times = {}
+        if kind == "cuda":
+            runs = list(dict.fromkeys(tuple(words) for job in drawn for words in tests_of(*job, None)))
+            times = dict(zip(runs, pool.submit(in_worker, times_of, runs).result()))
+            print("where nothing is changed:", *(f"{words[2]}: {s:.0f} s" for words, s in times.items()), sep="\n  ", flush=True)
         jobs = []
         for (path, change), reach in zip(drawn, reached):
             runs = tests_of(path, change, reach)
-            seconds = sum(reach[test][1] for test in runs[0]) if kind == "py" else None
+            seconds = [sum(reach[test][1] for test in runs[0])] if kind == "py" else \
+                [times[tuple(words)] for words in runs] if kind == "cuda" else None
             jobs.append(pool.submit(in_worker, attempt, path, change, runs, seconds))
         found = [job.result() for job in jobs]
     for path in paths:

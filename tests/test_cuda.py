@@ -83,7 +83,7 @@ def build_products(folder, variant="-DRAW_STAGES=0", emulated=UNSANITIZED, races
 
 def run(binary, *args, status=0, limit=300, **environment):
     environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
-    environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0")
+    environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0:halt_on_error=1")
     done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=limit)
     assert done.returncode == status, done.stderr.decode()
     return done
