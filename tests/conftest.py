@@ -65,9 +65,14 @@ def float32_products():
         sys.modules["torch"].set_float32_matmul_precision("highest")
 
 
+def preprocessed(source, command, folder=ROOT):
+    """What a compiler's command sees of a file of C and of all that it includes."""
+    return subprocess.run([*command, "-E", "-P", source], check=True, cwd=folder, stdout=subprocess.PIPE).stdout
+
+
 def compile_object(source, command, folder=ROOT):
     """The object of a file of C. The same text is compiled once with the same command, by the worker that asks first."""
-    text = subprocess.run([*command, "-E", "-P", source], check=True, cwd=folder, stdout=subprocess.PIPE).stdout
+    text = preprocessed(source, command, folder)
     name = hashlib.sha256(repr(command).replace(str(folder), "").encode() + text).hexdigest()
     done = Path(os.environ["OBJECTS"], f"{name}.o")
     with alone(done.with_suffix(".lock")):

@@ -70,12 +70,15 @@ KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
 BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
 BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
-# Of the GPU's kernels: whole programs, each op, races. Of some files also the races of variants, which take no other files' code.
-CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda and not test_ops_equal"], ["tests/test_cuda.py", "-k", "test_ops_equal"]]
+# Of the GPU's kernels: whole programs, each op, and what looks for races. The races of a variant are those of the files that have
+# its code.
+CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda and not test_ops_equal"],
+              ["tests/test_cuda.py", "-k", "test_ops_equal"]]
 RACES = [["tests/long_cuda.py", "-k", "test_kernels_have_no_races"]]
-VARIANTS = {"tensor_products.cuh": [["tests/long_cuda.py", "-k", "prompt_products_have_no_races"]],
-            **dict.fromkeys(["whole_token.cuh", "carried.cuh", "common.cuh"],
-                            [["tests/long_cuda.py", "-k", "carry_their_data_have_no_races"]])}
+RACES_OF_PROMPTS = [["tests/long_cuda.py", "-k", "prompt_products_have_no_races"]]
+RACES_OF_TOKENS = [["tests/long_cuda.py", "-k", "carry_their_data_have_no_races"]]
+VARIANTS = {"tensor_products.cuh": RACES_OF_PROMPTS, "whole_token.cuh": RACES_OF_TOKENS,
+            "carried.cuh": RACES_OF_TOKENS, "common.cuh": RACES_OF_TOKENS}
 # An object is another one if the change is one at all.
 COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
 
@@ -152,6 +155,11 @@ def guards(source):
     return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
 
 
+KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
+         "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
+         "cuda": (("runtime/cuda/*.cu*",), guards)}
+
+# In a copy whose kernels have switches: MISSING_GUARD, a number, says which guard is out.
 SWITCH = """
 #include <stdlib.h>
 inline const char *const missing_guard = getenv("MISSING_GUARD");
@@ -159,28 +167,21 @@ inline bool is_missing(int guard) { return missing_guard && guard == atoi(missin
 """
 
 
-def with_switches(folder):
-    """Make each guard of a copy's kernels a switch that MISSING_GUARD, its number, turns off, so that one build serves all changes."""
-    numbers = {job: number for number, job in enumerate(all_guards())}
-    for path in sorted({path for path, _ in numbers}):
-        text = path.read_bytes()
-        for (where, (begin, end, _)), number in reversed(numbers.items()):
-            if where == path:
-                statement = text[begin:end].lstrip()
-                text = text[:begin] + f"if (is_missing({number})) {{}} else ".encode() + statement + text[end:]
-        (folder / relative(path)).write_bytes(text)
+def all_guards():
+    """Return [(path, change)] of all guards of the GPU's kernels. A guard's number is its place here."""
+    paths = sorted(path for pattern in KINDS["cuda"][0] for path in ROOT.glob(pattern))
+    return [(path, change) for path in paths for change in guards(path.read_text(encoding="utf-8"))]
+
+
+def add_switches(folder):
+    """Put each guard of a copy's kernels behind a switch, so that one build serves all changes."""
+    for number, (path, (begin, end, _)) in reversed(list(enumerate(all_guards()))):
+        copy = folder / relative(path)
+        text = copy.read_bytes()  # as it was up to here: the last guard of a file comes first
+        switch = f"if (is_missing({number})) {{}} else ".encode()
+        copy.write_bytes(text[:begin] + switch + text[begin:])
     header = folder / "tests" / "cuda_on_cpu" / "cuda_runtime.h"
     header.write_text(header.read_text().replace("#pragma once", "#pragma once" + SWITCH))
-
-
-def all_guards():
-    """[(path, change)], of all of the GPU's kernels."""
-    return [(path, change) for path in sorted(ROOT.glob("runtime/cuda/*.cu*")) for change in guards(path.read_text(encoding="utf-8"))]
-
-
-KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
-         "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
-         "cuda": (("runtime/cuda/*.cu*",), guards)}
 
 
 def copy_to(folder):
@@ -445,12 +446,8 @@ def attempt(path, change, runs, seconds):
     """
     started, who, count = time.monotonic(), None, 0
     for n, words in enumerate(filter(None, runs)):
-        limit = 600 if seconds is None else 240 + 6 * seconds[n]  # more is a hang, and noticed
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            copy = Path(folder, "llamac").resolve()
-            copy_to(copy)
-            apply(copy, path, change)
-            code, output = pytest(copy, "-x", *words, limit=limit, **missing_guard(path, change))
+        limit = 600 if seconds is None else 240 + 6 * seconds[n]  # longer: it hangs, which is noticed
+        code, output = run_changed(path, change, words, limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         failed = noticed[1] if noticed else f"exit code {code}"
         who = f"no end within {limit:.0f} s" if code is None else failed if code not in (0, 5) else None  # 5: no test was chosen
@@ -462,34 +459,37 @@ def attempt(path, change, runs, seconds):
     return who
 
 
+def run_changed(path, change, words, limit):
+    """Return what pytest does in a copy with one change. change: None for switches that are all on."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        copy = Path(folder, "llamac").resolve()
+        copy_to(copy)
+        if path.parent.name != "cuda":
+            apply(copy, path, change)
+            return pytest(copy, "-x", *words, limit=limit)
+        add_switches(copy)
+        missing = {"MISSING_GUARD": str(all_guards().index((path, change)))} if change else {}
+        return pytest(copy, "-x", *words, limit=limit, **missing)
+
+
+def seconds_unchanged(path, runs):
+    """Return {words of a run: seconds} where no guard is out; compiles what all changes need."""
+    found = {}
+    for words in runs:
+        started = time.monotonic()
+        code, output = run_changed(path, None, words, limit=7200)
+        if code or not re.search(r"\d+ passed", output):
+            raise RuntimeError(f"{words} guard nothing:\n{output}")
+        found[words] = time.monotonic() - started
+        print(f"{found[words]:.0f} s where nothing is changed: {words[-1]}", flush=True)
+    return found
+
+
 def apply(folder, path, change):
-    """Change a copy of the program. That of a guard needs missing_guard in the environment, too."""
-    if path.parent.name == "cuda":
-        return with_switches(folder)
+    """Change a copy of the program."""
     begin, end, new = change
     text = path.read_bytes()
     (folder / path.relative_to(ROOT)).write_bytes(text[:begin] + new.encode() + text[end:])
-
-
-def missing_guard(path, change):
-    """The environment of a change: which switch is off."""
-    return {"MISSING_GUARD": str(all_guards().index((path, change)))} if path.parent.name == "cuda" else {}
-
-
-def times_of(runs):
-    """The seconds of each run with all guards in place, which compiles what all changes need."""
-    found = []
-    for words in runs:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            copy = Path(folder, "llamac").resolve()
-            copy_to(copy)
-            with_switches(copy)
-            started = time.monotonic()
-            code, output = pytest(copy, "-x", *words, limit=7200)
-        if code or not re.search(r"\d+ passed", output):
-            raise RuntimeError(f"{words} guard nothing:\n{output}")
-        found.append(time.monotonic() - started)
-    return found
 
 
 def objects_of(folder, compiler, path):
@@ -550,16 +550,16 @@ def main(count, kind):
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
     with ProcessPoolExecutor(workers, initializer=work) as pool:
         reached = pool.submit(in_worker, find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
-        times = {}
         if kind == "cuda":
-            runs = list(dict.fromkeys(tuple(words) for job in drawn for words in tests_of(*job, None)))
-            times = dict(zip(runs, pool.submit(in_worker, times_of, runs).result()))
-            print("where nothing is changed:", *(f"{words[2]}: {s:.0f} s" for words, s in times.items()), sep="\n  ", flush=True)
+            different = list(dict.fromkeys(tuple(words) for job in drawn for words in tests_of(*job, None)))
+            unchanged = pool.submit(in_worker, seconds_unchanged, paths[0], different).result()
         jobs = []
         for (path, change), reach in zip(drawn, reached):
-            runs = tests_of(path, change, reach)
-            seconds = [sum(reach[test][1] for test in runs[0])] if kind == "py" else \
-                [times[tuple(words)] for words in runs] if kind == "cuda" else None
+            runs, seconds = tests_of(path, change, reach), None
+            if kind == "py":
+                seconds = [sum(reach[test][1] for test in runs[0])]
+            elif kind == "cuda":
+                seconds = [unchanged[tuple(words)] for words in runs]
             jobs.append(pool.submit(in_worker, attempt, path, change, runs, seconds))
         found = [job.result() for job in jobs]
     for path in paths:
