@@ -70,14 +70,14 @@ KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
 BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
 BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
-# Of the GPU's kernels: whole programs, each op, and what looks for races. The races of a variant are those of the files that have
-# its code.
+# Of the GPU's kernels: whole programs, each op, and what looks for races. The tests of a variant are those of the files
+# that have its code.
 CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda and not test_ops_equal"],
               ["tests/test_cuda.py", "-k", "test_ops_equal"]]
 RACES = [["tests/long_cuda.py", "-k", "test_kernels_have_no_races"]]
-RACES_OF_PROMPTS = [["tests/long_cuda.py", "-k", "prompt_products_have_no_races"]]
+PROMPTS = [["tests/long_cuda.py", "-k", "variants_of_prompt_products"]]
 RACES_OF_TOKENS = [["tests/long_cuda.py", "-k", "carry_their_data_have_no_races"]]
-VARIANTS = {"tensor_products.cuh": RACES_OF_PROMPTS, "whole_token.cuh": RACES_OF_TOKENS,
+VARIANTS = {"tensor_products.cuh": PROMPTS, "whole_token.cuh": RACES_OF_TOKENS,
             "carried.cuh": RACES_OF_TOKENS, "common.cuh": RACES_OF_TOKENS}
 # An object is another one if the change is one at all.
 COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
