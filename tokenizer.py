@@ -371,7 +371,7 @@ class Characters(Tokenizer):
 
     def _encode(self, text):
         unk = self.unk_id
-        ids = [self.ids.get(c, unk) for c in text.replace(SPACE, " ")]
+        ids = [*map(self.ids.get, text.replace(SPACE, " "), itertools.repeat(unk))]
         if unk not in ids:
             return ids
         # Drop each <unk> that follows another one.
@@ -380,7 +380,7 @@ class Characters(Tokenizer):
     def decode(self, ids):
         """Return the text of ids, without BOS and EOS."""
         spelled = [UNKNOWN_TEXT, "", ""] + self.characters + [""] * len(self.control)
-        return "".join(spelled[int(i)] for i in ids)
+        return "".join(map(spelled.__getitem__, ids))
 
     def pieces(self):
         """Return [(bytes of the piece, score, type)] in order of id; a space is U+2581."""

@@ -452,9 +452,10 @@ def measure(config, args, setup, seconds=1.0):
     # Memory is measured with as many sequences as the time allows. If a step has more, a second
     # pass runs while the gradients of the first exist.
     tried = min(config.batch_size, sequences, max(rows, int(seconds * sequences / step)))
-    for _ in range(min(2, math.ceil(sequences / tried))):
-        trial.forward_backward(tried)
-    trial.update()
+    if rows < sequences:  # else whole steps were measured above
+        for _ in range(min(2, math.ceil(sequences / tried))):
+            trial.forward_backward(tried)
+        trial.update()
     trial.check()
     trial.model.eval()
     trial.predict()

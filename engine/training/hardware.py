@@ -291,7 +291,7 @@ def peak_flops(device, dtype, given=0.0):
     return measured_flops(device, dtype), f"matmul measured on this {name}"
 
 
-def measured_flops(device, dtype, seconds=0.3):
+def measured_flops(device, dtype, seconds=0.15):
     """
     Return the FLOP/s of the fastest n x n x n matrix product within about `seconds`; n is large
     enough to fill the device.
