@@ -21,7 +21,7 @@ from pathlib import Path
 from configurator import configure, fail  # before torch: it explains packages that are missing
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: looking for garbage meanwhile takes 0.2 s
+    gc.disable()  # until all is imported: to search it for garbage takes 0.2 s
 if "OMP_WAIT_POLICY" not in os.environ:
     # An idle OpenMP thread spins this many rounds before it sleeps; importing torch reads the
     # number. Without spinning a step is slower, and endless spinning is slow on cores that other
@@ -698,7 +698,7 @@ def start(config):
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported is no garbage later either
+    gc.freeze()  # later searches for garbage leave out what is imported
     gc.enable()
     config = configure(globals(), positional="data", common=(
         "data", "out_dir", "minutes", "depth", "max_iters", "batch_size", "learning_rate",

@@ -147,7 +147,8 @@ def c_changes(source):
 
 
 GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|grid_barrier|add_release|__pipeline_\w+"
-                    r"|CUDA\((?:[\w>-]+, )?cuda\w+Synchronize)\(.*;[^\n]*$|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
+                    r"|CUDA\((?:[\w>-]+, )?cuda\w+Synchronize)\(.*;[^\n]*$"
+                    r"|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
 
 
 def guards(source):

@@ -291,16 +291,16 @@ def peak_flops(device, dtype, given=0.0):
     return measured_flops(device, dtype), f"matmul measured on this {name}"
 
 
-def measured_flops(device, dtype, seconds=0.15):
+def measured_flops(device, dtype, seconds=0.3, products=8):
     """
-    Return the FLOP/s of the fastest n x n x n matrix product within about `seconds`; n is large
-    enough to fill the device.
+    Return the FLOP/s of the fastest of `products` n x n x n matrix products, or of as many as about
+    `seconds` allow, but at least one; n is large enough to fill the device.
     """
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    times, end = [], time.perf_counter() + seconds
+    while len(times) < products and time.perf_counter() < end:
         start = time.perf_counter()
         (a @ b)[0, 0].item()  # the item waits for an asynchronous device
-        best = min(best, time.perf_counter() - start)
-    return 2 * n ** 3 / best
+        times.append(time.perf_counter() - start)
+    return 2 * n ** 3 / min(times)
