@@ -274,6 +274,18 @@ def test_a_text_of_half_a_megabyte_and_more_has_two_tables_that_begin_with_count
         found(long.changed(optimizer="adamw"))
 
 
+def test_squared_gradients_are_averaged_for_longer_where_tables_begin_with_counts(monkeypatch):
+    """AdamW then updates the tables of a large vocabulary, whose rows have few gradients of their own."""
+    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000, **VAL}
+
+    def beta2(size, *given, **values):
+        config = planned(monkeypatch, size, 20.0).changed(**values)
+        return plan.values(plan.plan_length(config, set(given), meta, SETUP)[1]).get("beta2")
+
+    assert beta2(600_000) > knobs().beta2 and beta2(400_000) is None
+    assert beta2(600_000, optimizer="adamw") is beta2(600_000, "beta2") is beta2(600_000, "bigram_start") is None
+
+
 def test_conversations_have_a_context_in_which_nearly_all_fit():
     """Of 100, all but 4 have 100 tokens."""
     lengths = np.array([100] * 96 + [900] * 4)
