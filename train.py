@@ -157,7 +157,8 @@ embedding_lr_scale = 1.0    # learning rate of embedding and classifier, as a mu
 weight_decay = 0.1          # weight decay of the matrices
 momentum = 0.95             # momentum of Muon
 beta1 = 0.9                 # AdamW: decay of the mean of gradients
-beta2 = 0.95                # AdamW: decay of the mean of squared gradients
+beta2 = 0.95                # AdamW: decay of the mean of squared gradients; 0.999 for a vocabulary
+                            # most of whose tokens are rare
 grad_clip = 1.0             # max norm of the gradient; 0: no limit
 decay_lr = True             # decay the learning rate after warm-up
 schedule = "linear"         # linear: constant, then linear decay over the last decay_fraction of

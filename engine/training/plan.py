@@ -41,8 +41,8 @@ NGRAMS_TEACH_BELOW = 200_000  # bytes; a larger text teaches a model more than n
 CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
                             # characters learn more than bytes or pieces
 TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables memorize it no sooner than one
-CLASSIFIER_BETA2 = 0.999  # with AdamW's usual 0.95 a classifier of thousands of rows forgets a
-                          # token's gradients before the token occurs again
+RARE_TOKENS_BETA2 = 0.999  # with 0.95, AdamW forgets a rare token's gradients before it occurs
+                           # again; the classifier gains most
 LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
 GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
                       # below, it still waits for kernel launches
@@ -384,8 +384,8 @@ def plan_length(config, given, meta, setup):
                              "the tables begin with the counts of neighbouring tokens"),
             "embedding_lr_scale": (2.0 if config.tie_embeddings or begins_with_counts else 4.0,
                                    "embedding and classifier learn faster than the blocks"),
-            "beta2": (CLASSIFIER_BETA2, "AdamW averages squared gradients over many steps, as most "
-                                        "tokens are rare"),
+            "beta2": (RARE_TOKENS_BETA2, "AdamW averages squared gradients over 1,000 steps, as "
+                                         "most tokens are rare"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
             "dropout": (dropout_for(text_epochs), "grows with the number of epochs"),
             "weight_decay": (decay_for(text_epochs, step_epochs, rate),
@@ -402,7 +402,7 @@ def plan_length(config, given, meta, setup):
         plan["teacher"] = config.teacher, "n-grams of the text say what else is likely"
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
-        plan.pop("beta2", None)  # AdamW updates the blocks, too
+        plan.pop("beta2", None)  # it would apply to the blocks, too, which was not measured
     if written:
         del plan["early_stop"]  # the model can't memorize its teachers' predictions
     if config.batch_size > usual_batch:
