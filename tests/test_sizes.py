@@ -274,16 +274,16 @@ def test_a_text_of_half_a_megabyte_and_more_has_two_tables_that_begin_with_count
         found(long.changed(optimizer="adamw"))
 
 
-def test_squared_gradients_are_averaged_for_longer_where_tables_begin_with_counts(monkeypatch):
-    """AdamW then updates the tables of a large vocabulary, whose rows have few gradients of their own."""
-    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000, **VAL}
-
-    def beta2(size, *given, **values):
+def test_squared_gradients_are_averaged_for_longer_where_most_tokens_are_rare(monkeypatch):
+    """Pieces of a new model, not bytes or characters. AdamW would apply it to the blocks, too."""
+    def beta2(size, *given, source="custom", vocab_size=1000, **values):
         config = planned(monkeypatch, size, 20.0).changed(**values)
+        meta = {"train_tokens": size // 4, "train_bytes": size, "vocab_size": vocab_size, "vocab_source": source, **VAL}
         return plan.values(plan.plan_length(config, set(given), meta, SETUP)[1]).get("beta2")
 
-    assert beta2(600_000) > knobs().beta2 and beta2(400_000) is None
-    assert beta2(600_000, optimizer="adamw") is beta2(600_000, "beta2") is beta2(600_000, "bigram_start") is None
+    assert beta2(600_000) == beta2(100_000) == beta2(100_000, vocab_size=512) > knobs().beta2
+    assert not any((beta2(10_000, source="byte", vocab_size=259), beta2(66_000, source="char"), beta2(600_000, vocab_size=128),
+                    beta2(600_000, init_from="my.gguf"), beta2(600_000, optimizer="adamw"), beta2(600_000, "beta2")))
 
 
 def test_conversations_have_a_context_in_which_nearly_all_fit():

@@ -365,6 +365,9 @@ def plan_length(config, given, meta, setup):
     if "bigram_start" not in given:
         begins_with_counts = (not config.tie_embeddings and not resume.is_fine_tuning(config)
                               and has_many_tokens(meta["vocab_size"], config.dim))
+    has_rare_tokens = (has_many_tokens(meta["vocab_size"], config.dim)
+                       and meta.get("vocab_source") not in ("byte", "char")
+                       and not resume.is_fine_tuning(config))
 
     read = f"{epochs:.3g} times the text"
     if epochs <= 1:
@@ -397,7 +400,9 @@ def plan_length(config, given, meta, setup):
             "early_stop": (3, "evaluations without a new best; then the run returns to the best "
                               "weights and ends soon")}
     if not begins_with_counts:
-        del plan["bigram_start"], plan["beta2"]
+        del plan["bigram_start"]
+    if not has_rare_tokens:
+        del plan["beta2"]
     if config.teacher == distill.NGRAMS_ALONE:
         plan["teacher"] = config.teacher, "n-grams of the text say what else is likely"
     if config.optimizer == "adamw":
