@@ -361,13 +361,17 @@ def plan_length(config, given, meta, setup):
     written = distill.written_tokens(config, meta)  # read beside the text
     text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
+    # Whether the model is new and has many tokens.
+    has_many = (has_many_tokens(meta["vocab_size"], config.dim)
+                and not resume.is_fine_tuning(config))
     begins_with_counts = config.bigram_start
     if "bigram_start" not in given:
-        begins_with_counts = (not config.tie_embeddings and not resume.is_fine_tuning(config)
-                              and has_many_tokens(meta["vocab_size"], config.dim))
-    has_rare_tokens = (has_many_tokens(meta["vocab_size"], config.dim)
-                       and meta.get("vocab_source") not in ("byte", "char")
-                       and not resume.is_fine_tuning(config))
+        begins_with_counts = has_many and not config.tie_embeddings
+    # Bytes, characters and the pieces of the built-in stories are all frequent. With Muon, beta2
+    # applies to tables, norms and biases; with AdamW it would apply to the blocks, too.
+    has_rare_tokens = (has_many and meta.get("vocab_source") not in ("byte", "char")
+                       and config.data.split(":")[0] != "stories")
+    averages_for_long = has_rare_tokens and config.optimizer == "muon"
 
     read = f"{epochs:.3g} times the text"
     if epochs <= 1:
@@ -401,13 +405,12 @@ def plan_length(config, given, meta, setup):
                               "weights and ends soon")}
     if not begins_with_counts:
         del plan["bigram_start"]
-    if not has_rare_tokens:
+    if not averages_for_long:
         del plan["beta2"]
     if config.teacher == distill.NGRAMS_ALONE:
         plan["teacher"] = config.teacher, "n-grams of the text say what else is likely"
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
-        plan.pop("beta2", None)  # it would apply to the blocks, too, which was not measured
     if written:
         del plan["early_stop"]  # the model can't memorize its teachers' predictions
     if config.batch_size > usual_batch:
