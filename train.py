@@ -128,6 +128,9 @@ hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded
                             # multiple_of
 multiple_of = 32            # the hidden width is rounded up to a multiple of this
 max_seq_len = 192           # context, in tokens
+first_seq_len = 0           # context of the first steps, in tokens: shorter is faster; it doubles
+                            # until it is max_seq_len for the last tenth of the run; 0: max_seq_len
+                            # throughout
 dropout = 0.0               # dropout probability after the embeddings and in each residual
                             # branch; 0 for large data, 0.1 for many epochs
 document_mask = True        # attention sees only its own document; False is faster with long
@@ -210,13 +213,15 @@ profile = False             # profile 5 steps: a table of where the time goes, a
 BUILD = costs.Build(ModelArgs.of, make_optimizer)
 
 
-def train_step(t, step, x, y, spike_detector, update_norms):
+def train_step(t, step, x, y, spike_detector, update_norms, context=0):
     """
     Take one optimizer step of a Training in micro-batches of batch_size sequences. x, y: this
-    process's slice of the global batch, (sequences, max_seq_len) each. Return (loss, norm, taken):
+    process's slice of the global batch, (sequences, max_seq_len) each. context: length in tokens of
+    the pieces that each sequence is cut into; 0: sequences stay whole. Return (loss, norm, taken):
     the mean loss and the gradient norm of the global batch, scalar tensors on the device, and
     whether the step was taken, since the spike detector may refuse it.
     """
+    context = context or x.shape[1]
     # Dropout, like the batch, depends on the step only: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
@@ -231,6 +236,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
         share = (yb >= 0).sum().item() / targets if targets else 0.0
+        xb, yb = xb.reshape(-1, context), yb.reshape(-1, context)
         # None: the network masks other documents by model.bos_id, if that is set.
         documents = None
         if packed:
@@ -240,7 +246,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
             with span("forward"), t.amp:
                 if t.teachers:
-                    rows = places[i * batch_size:(i + 1) * batch_size]
+                    rows = places[i * batch_size:(i + 1) * batch_size].reshape(-1, context)
                     loss = distill.loss(t.network, t.teachers, xb, yb, rows, documents) * share
                 else:
                     loss = t.network(xb, yb, documents=documents)[1] * share
@@ -642,12 +648,13 @@ def train(t, steps=math.inf):
         last_by_clock = progress.last_by_clock(state, spent, anew=step == first_step)
         rate = learning_rate_at(config, step, last_step, step / last_by_clock)
         opt.set_rate(rate)
+        context = progress.context_at(config, step / min(last_step, last_by_clock))
         if weight_average:
             opt.averaging = 1 / (1 + weight_average * step)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
         opt.show_trained()
         x, y = t.dataset.batch(step)
-        loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms)
+        loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms, context)
         if taken:
             state["loss_sum"] = state["loss_sum"] + loss
             state["loss_steps"] += 1
@@ -655,6 +662,7 @@ def train(t, steps=math.inf):
         state["tokens"] += record["tokens_per_iter"]
         state["sequences"] += batch_size * gradient_accumulation_steps
         stopwatch.steps += 1
+        stopwatch.context_sum += context
         bar.total = min(last_step, last_by_clock)
         bar.update()
         if compile and step == first_step:

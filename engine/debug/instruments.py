@@ -237,10 +237,14 @@ def write_samples(model, tokenizer, device, prompts, seed):
 # ---- speed ------------------------------------------------------------------------------------
 
 class Stopwatch:
-    """Steps and seconds of training since the last `read`, without the blocks in `paused`."""
+    """
+    Steps and seconds of training since the last `read`, without the blocks in `paused`. The caller
+    counts `steps`, and adds the context of each step, in tokens, to `context_sum`.
+    """
 
     def __init__(self, device):
-        self.device, self.steps, self.start = device, 0, time.perf_counter()
+        self.device, self.steps, self.context_sum = device, 0, 0
+        self.start = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self):
@@ -253,7 +257,12 @@ class Stopwatch:
         """Return the speed metrics, and restart at zero. record["peak_flops"] may be corrected."""
         seconds = time.perf_counter() - self.start
         speed = self.steps * record["tokens_per_iter"] / seconds
-        flops = speed * record["flops_per_token"] / distributed.world  # FLOP/s of each device
+        # Steps of a shorter context than the model's have less attention to compute.
+        mean_context = self.context_sum / self.steps
+        skipped = 1 - mean_context / record["model_args"]["max_seq_len"]  # fraction of attention
+        attention = record["attention_flops_per_token"]
+        flops_per_token = record["flops_per_token"] - skipped * attention
+        flops = speed * flops_per_token / distributed.world  # FLOP/s of each device
         check_peak(record, flops, self.device)
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
                    "perf/peak_mib": hardware.peak_memory(self.device) / 2 ** 20,

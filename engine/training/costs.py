@@ -170,10 +170,14 @@ def flops_per_token(args, predicted=1.0, adapters=None):
     lm_head = args.vocab_size * args.dim
     n = sum(counts.values()) - (0 if args.tied else counts["embedding"])
     n -= round(lm_head * (1 - predicted))
-    attention = 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
     if adapters is None:
-        return 6 * n + attention
-    return 4 * n + 6 * weights(args, adapters).trained + attention
+        return 6 * n + attention_flops_per_token(args)
+    return 4 * n + 6 * weights(args, adapters).trained + attention_flops_per_token(args)
+
+
+def attention_flops_per_token(args):
+    """Return the part of flops_per_token that is proportional to the context."""
+    return 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -567,6 +571,7 @@ def describe(config, args, dataset, setup, estimate):
     derived = {"model_args": asdict(args), "n_params": num_params(args),
                "n_trained": weights(args, setup.lora).trained,
                "flops_per_token": flops_per_token(args, predicted, setup.lora),
+               "attention_flops_per_token": attention_flops_per_token(args),
                "tokens_per_iter": tokens_per_step(config), "device_name": name,
                "compute_dtype": hardware.dtype_name(setup.amp_dtype, device),
                "world_size": distributed.world, "peak_flops": peak, "mfu_basis": basis,

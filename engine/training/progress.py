@@ -15,6 +15,7 @@ from engine.training import checkpoint, distributed
 from engine.untrusted import reading
 
 NO_LIMIT = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # clock of a new run without a limit
+FULL_CONTEXT_FROM = 0.9  # fraction of a run after which a growing context is max_seq_len
 MAX_SKIPS = 10  # skipped steps in a row after which the last checkpoint is loaded again
 
 
@@ -161,6 +162,18 @@ def last_by_clock(state, spent, anew=False):
             schedule.append([step, max(step + 1, round(step / spent))])
     known = bisect.bisect_right(schedule, step, key=lambda pair: pair[0])
     return schedule[known - 1][1] if known else math.inf
+
+
+def context_at(config, done):
+    """
+    Return the context of a step in tokens: first_seq_len at first, doubled after equal fractions of
+    the run, and max_seq_len from FULL_CONTEXT_FROM on. done: the fraction of the steps, or of the
+    time budget, that has passed.
+    """
+    if not config.first_seq_len:
+        return config.max_seq_len
+    doublings = (config.max_seq_len // config.first_seq_len).bit_length() - 1
+    return config.first_seq_len << min(doublings, int(done / FULL_CONTEXT_FROM * doublings))
 
 
 def is_over(config, state):

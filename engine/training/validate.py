@@ -14,7 +14,7 @@ AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "m
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
               "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise",
-              "lora_rank")
+              "lora_rank", "first_seq_len")
 CHOICES = {"schedule": ("cosine", "linear")}
 # Settings that are names separated by commas.
 LISTS = {"log_extras": ("tables", "model", "gradients", "parameters", "noise_scale")}
@@ -41,6 +41,9 @@ def check_settings(config):
     if config.cuda_graphs and distributed.world > 1:
         fail("--cuda_graphs=True is for one process; several exchange gradients while they compute "
              "them, which is not recorded")
+    if config.first_seq_len and config.compile:
+        fail(f"first_seq_len is {config.first_seq_len} with --compile=True, which would compile "
+             "the model again for each context; expected --first_seq_len=0 beside it")
     if not 0 < config.learning_rate < 1:
         fail(f"learning_rate is {config.learning_rate}, expected above 0 and below 1; 1e-3 is a "
              f"good start")
@@ -76,6 +79,15 @@ def checked_args(config, args, dataset):
     """
     if args.problem():
         fail(args.problem())
+    if config.first_seq_len:
+        ratio = config.max_seq_len / config.first_seq_len
+        if ratio not in (2 ** n for n in range(20)):
+            fail(f"first_seq_len is {config.first_seq_len}, expected max_seq_len="
+                 f"{config.max_seq_len} divided by 1, 2, 4, 8 or another power of 2, or "
+                 f"--first_seq_len=0 for max_seq_len throughout")
+        if dataset.masks:
+            fail(f"first_seq_len is {config.first_seq_len}, which would cut conversations apart; "
+                 f"expected --first_seq_len=0 for conversations")
     if config.bigram_start and args.tied and not config.eval_only:
         fail("bigram_start is True with one table, expected --tie_embeddings=False beside it: a "
              "table of its own for the classifier")
