@@ -549,7 +549,7 @@ def learning_rate_at(config, step, last_step, spent=0.0):
     peak, end = config.learning_rate, config.min_lr
     if step < config.warmup_iters:
         return peak * (step + 1) / config.warmup_iters
-    if not config.decay_lr:
+    if config.schedule == "constant":
         return peak
     step = max(step, spent * last_step)
     if config.schedule == "cosine":

@@ -163,9 +163,8 @@ beta1 = 0.9                 # AdamW: decay of the mean of gradients
 beta2 = 0.95                # AdamW: decay of the mean of squared gradients; 0.999 for a vocabulary
                             # most of whose tokens are rare
 grad_clip = 1.0             # max norm of the gradient; 0: no limit
-decay_lr = True             # decay the learning rate after warm-up
-schedule = "linear"         # linear: constant, then linear decay over the last decay_fraction of
-                            # the steps; or cosine
+schedule = "linear"         # learning rate after warm-up. linear: constant, then linear decay over
+                            # the last decay_fraction of the steps; or cosine; or constant
 decay_fraction = 0.6        # part of the steps in which the linear schedule decays
 warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # learning rate at the end of the schedule

@@ -19,6 +19,7 @@ max_iters: steps max_steps num_steps n_steps train_steps iters num_iters num_ite
 max_iters (where the schedule always ends): lr_decay_iters lr_decay_steps
 warmup_iters (in steps): warmup_ratio
 warmup_iters: warmup_steps num_warmup_steps warmup
+schedule (as in --schedule=constant): decay_lr
 schedule: lr_scheduler_type lr_scheduler lr_schedule
 optimizer: optim optimizer_type
 beta1: adam_beta1
@@ -144,6 +145,8 @@ def renamed(stored):
     found = {RENAMED.get(name, name): value for name, value in stored.items()}
     if found.pop("skip_bad", False) is True:
         found["checks"] = "-files"
+    if found.pop("decay_lr", True) is False:
+        found["schedule"] = "constant"
     old = {name: found.pop(name) for name in OLD_EXTRAS if name in found}
     if old and "log_extras" not in found:
         tables, model, watch, noise_scale = (OLD_EXTRAS | old).values()

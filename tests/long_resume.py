@@ -136,7 +136,7 @@ def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noq
     The batch of 8 sequences and the width of 32 can't be divided evenly among three processes.
     """
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=50", "--log_interval=1", "--eval_interval=25",
-            f"--optimizer={optimizer}", "--decay_lr=False"]
+            f"--optimizer={optimizer}", "--schedule=constant"]
     one = f"one_{optimizer}"
     done = run_in_float64(folder, *args, f"--out_dir={one}")
     assert done.returncode == 0, done.stderr

@@ -114,10 +114,10 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
     frequencies = -(p[p > 0] * np.log(p[p > 0])).sum()
     assert losses(folder, "pairs")[0][1] < frequencies < losses(folder, "random")[0][1]
 
-    assert run(folder, *args, "--bigram_start=True", "--out_dir=cut", "--max_iters=3", "--decay_lr=False").returncode == 0
-    told = run(folder, *args, "--out_dir=cut", "--max_iters=6", "--decay_lr=False")
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=cut", "--max_iters=3", "--schedule=constant").returncode == 0
+    told = run(folder, *args, "--out_dir=cut", "--max_iters=6", "--schedule=constant")
     assert "resuming cut at iteration 3" in told.stdout and "begin with the counts" not in told.stdout
-    assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut", "--decay_lr=False").returncode == 0
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut", "--schedule=constant").returncode == 0
     for name, weight in weights(folder, "uncut").items():
         assert torch.equal(weight, weights(folder, "cut")[name]), name
 

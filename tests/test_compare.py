@@ -95,6 +95,9 @@ def test_a_run_of_an_earlier_version_has_its_settings_under_todays_names(folders
     assert program.read_run(folders / "b2").config == {"vocab_source": "byte", "log_extras": "tables,model,[1]", "tie_embeddings": "x"}
     (folders / "b2/config.json").write_text(json.dumps({"vocab_source": "byte", "noise_scale": True}))
     assert program.read_run(folders / "b2").config == {"vocab_source": "byte", "log_extras": "tables,model,noise_scale"}
+    for decay, schedule in ((True, "cosine"), (False, "constant")):
+        (folders / "b2/config.json").write_text(json.dumps({"vocab_source": "byte", "schedule": "cosine", "decay_lr": decay}))
+        assert program.read_run(folders / "b2").config == {"vocab_source": "byte", "schedule": schedule}
 
 
 def test_the_settings_of_another_program_keep_their_names(folders):

@@ -74,7 +74,7 @@ def trained(tmp_path_factory):
 
 
 def test_a_run_with_teachers_goes_on_bit_for_bit_and_is_repeated(trained):
-    words = [*WORDS, "--teacher=group, first", "--decay_lr=False"]
+    words = [*WORDS, "--teacher=group, first", "--schedule=constant"]
     done = run(trained, *words, "--out_dir=whole")
     size = (trained / "my.txt").stat().st_size
     assert "teachers: 3 write" in done.stdout
@@ -97,7 +97,7 @@ def test_a_run_with_teachers_goes_on_bit_for_bit_and_is_repeated(trained):
 
 
 def test_a_run_that_ngrams_teach_goes_on_bit_for_bit_and_is_repeated(trained):
-    words = [*WORDS, "--teacher=ngrams", "--decay_lr=False"]
+    words = [*WORDS, "--teacher=ngrams", "--schedule=constant"]
     done = run(trained, *words, "--out_dir=ngrams")
     assert "teachers: n-grams write 13,720 tokens" in done.stdout  # four for each one of the text
     run(trained, *words, "--out_dir=ngrams-parts", "--max_iters=6")
@@ -168,7 +168,7 @@ def test_what_cannot_teach_is_refused(trained, words, said):
 def test_ngrams_teach_neither_a_large_vocabulary_nor_conversations(trained, tmp_path, capsys):
     meta = {"train_tokens": 900, "vocab_size": 32_000}
     with pytest.raises(SystemExit):
-        config = SimpleNamespace(teacher="ngrams", data="my.txt", bigram_start=False)
+        config = SimpleNamespace(teacher="ngrams", data="my.txt", bigram_start=False, first_seq_len=0)
         validate.checked_args(config, ModelArgs(vocab_size=32_000), SimpleNamespace(meta=meta))
     said = capsys.readouterr().err
     assert "my.txt has 900 tokens of a vocabulary of 32,000; expected a text" in said

@@ -15,7 +15,7 @@ from tests.test_model import twin
 from tests.test_train import losses, ranks, run, weights
 from tests.trainer_config import trainer_config
 
-GROWING = ["--data=my.txt", "--first_seq_len=8", "--log_interval=1", "--decay_lr=False"]
+GROWING = ["--data=my.txt", "--first_seq_len=8", "--log_interval=1", "--schedule=constant"]
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,13 @@ def test_accumulation_processes_and_a_resumed_run_take_the_same_steps(folder):
         assert torch.equal(weight, weights(folder, "cut")[name]), name
 
 
-def test_checks_before_the_training_take_short_steps_too(folder):
+def test_the_checks_before_a_training_pass(folder):
     done = run(folder, *GROWING, "--max_iters=2", "--checks=all", "--out_dir=checked")
     assert done.returncode == 0 and "could not run" not in done.stdout, done.stderr + done.stdout
 
 
 def test_an_older_run_keeps_its_context_unless_the_change_is_asked_for(folder):
-    args = ["--data=my.txt", "--max_iters=4", "--decay_lr=False"]
+    args = ["--data=my.txt", "--max_iters=4", "--schedule=constant"]
     assert run(folder, *args, "--out_dir=older").returncode == 0
     step = checkpoint.newest(folder / "older")
     stored = json.loads((step / "config.json").read_text())

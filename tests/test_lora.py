@@ -33,7 +33,7 @@ SHAPES = {"tied": dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=
 V = Bytes().vocab_size
 MARKERS = "<|im_start|>", "<|im_end|>"
 TRAIN = ["--data=chats.jsonl", "--lora_rank=4", "--batch_size=4", "--gradient_accumulation_steps=2", "--dropout=0.1", "--device=cpu",
-         "--max_seq_len=64", "--eval_iters=1", "--eval_interval=4", "--log_interval=4", "--decay_lr=False", "--peak_tflops=0.1",
+         "--max_seq_len=64", "--eval_iters=1", "--eval_interval=4", "--log_interval=4", "--schedule=constant", "--peak_tflops=0.1",
          "--sample_prompt=What does Ruby have?"]
 
 

@@ -203,7 +203,7 @@ def test_the_knee_is_where_most_of_the_fall_is_done():
 
 def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss_that_is_no_number(monkeypatch):
     monkeypatch.setattr(lr_find, "SWEEP", 20)
-    s, taken = trainer_config(decay_lr=True), []
+    s, taken = trainer_config(), []
 
     def take(step, rate):
         taken.append(rate)

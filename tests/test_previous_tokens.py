@@ -97,7 +97,7 @@ def test_a_training_begins_so(tmp_path):
     text = " ".join(f"{n} and {n}, then {n * n}." for n in range(3000))
     (tmp_path / "my.txt").write_text(text)
     words = ["--data=my.txt", "--max_iters=4", "--eval_interval=2", "--eval_iters=0",
-             "--decay_lr=False"]
+             "--schedule=constant"]
     assert run(tmp_path, *words, "--out_dir=one").returncode == 0
     for done in ranks(tmp_path, 2, *words, "--fsdp=True", "--out_dir=two"):
         assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import train
-from configurator import configure
+from configurator import configure, settings
 from engine.training import repeat, seeds, teachers
 from tests import forked
 from tests.test_repeat import SMALL
@@ -40,6 +40,8 @@ def started(folder, monkeypatch, capsys):  # noqa: F811
         said = capsys.readouterr()
         return code, said.out, said.err
 
+    for name, value in settings(vars(train)).items():  # train.main sets them; put them back later
+        monkeypatch.setattr(train, name, value)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(seeds, "run_program", run_program)
     start.calls, start.ends = calls, ends

@@ -308,7 +308,7 @@ def test_a_full_disk_under_the_console_costs_what_is_printed_and_a_note(folder, 
 
 def test_a_run_that_is_killed_after_its_turn_ends_early_as_it_would_have(folder):
     """The last checkpoint before the run went back to its best weights is that of the evaluation at which it does."""
-    args = ["--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1", "--learning_rate=0.6", "--decay_lr=False",
+    args = ["--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1", "--learning_rate=0.6", "--schedule=constant",
             "--always_save_checkpoint=True", "--dim=16", "--n_heads=1", "--n_layers=1", "--optimizer=adamw", "--seed=2"]
     told = run(folder, *args, "--out_dir=early").stdout
     best, last = map(int, re.search(r"since iter (\d+): back to its weights; iter (\d+) is the last", told).groups())
@@ -494,7 +494,7 @@ def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
-    args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
+    args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--schedule=constant", "--eval_iters=0",
             "--warmup_iters=10", "--weight_average=0.2", "--dtype=float32"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
@@ -629,7 +629,7 @@ def test_of_equal_losses_the_first_is_the_best(folder):
 
 
 def test_the_last_model_of_an_earlier_end_goes_when_the_best_is_the_last(folder):
-    args, model, last = ["--data=my.txt", "--decay_lr=False", "--out_dir=ends"], folder / "ends/model.gguf", folder / "ends/last.gguf"
+    args, model, last = ["--data=my.txt", "--schedule=constant", "--out_dir=ends"], folder / "ends/model.gguf", folder / "ends/last.gguf"
     assert run(folder, *args, "--max_iters=10").returncode == 0
     shutil.copy(model, last)  # as if the best had been before
     assert run(folder, *args, "--max_iters=20").returncode == 0
@@ -640,7 +640,7 @@ def test_the_last_model_of_an_earlier_end_goes_when_the_best_is_the_last(folder)
 
 
 def test_fine_tuning_is_resumed_by_the_same_command(folder, reference):
-    args = ["--data=my.txt", "--init_from=whole", "--decay_lr=False"]
+    args = ["--data=my.txt", "--init_from=whole", "--schedule=constant"]
     assert run(folder, *args, "--out_dir=tuned_whole", "--max_iters=10").returncode == 0
     for steps in (5, 10):
         done = run(folder, *args, "--out_dir=tuned_parts", f"--max_iters={steps}")
@@ -877,7 +877,7 @@ def test_what_is_the_users_stays_in_a_runs_folder(folder):
 
 
 def test_a_changed_setting_continues_when_forced(folder):
-    args = ["--data=my.txt", "--out_dir=forced", "--decay_lr=False"]
+    args = ["--data=my.txt", "--out_dir=forced", "--schedule=constant"]
     assert run(folder, *args, "--max_iters=5").returncode == 0
     done = run(folder, *args, "--max_iters=10", "--batch_size=8", "--init_from=force")
     assert done.returncode == 0 and [row["iter"] for row in rows(folder, "forced")] == [0, 5, 10]
@@ -902,7 +902,7 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
     (folder / "other.txt").write_text((folder / "my.txt").read_text()[3000:5800])
 
     def windows(*args):
-        done = forked.run([script, *TINY, "--decay_lr=False", "--init_from=force", "--out_dir=reading", *args], folder, environment())
+        done = forked.run([script, *TINY, "--schedule=constant", "--init_from=force", "--out_dir=reading", *args], folder, environment())
         assert done.returncode == 0, done.stderr
         return [int(start) for line in done.stdout.splitlines() if line.startswith("read") for start in line.split()[1:]]
     n = prepare.load(train.prepare(folder / "few.txt", "byte", cache=folder / "cache")).meta["train_tokens"] // 32
@@ -1487,7 +1487,7 @@ def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(fold
                       "from engine.training import distributed\n"
                       "optim.OPTIMIZERS['nadam'] = torch.optim.NAdam\n"
                       "distributed.close(train.start(configure(vars(train))))\n")
-    args = [*TINY, "--data=my.txt", "--batch_size=8", "--optimizer=nadam", "--decay_lr=False", "--eval_iters=0", "--dtype=float32"]
+    args = [*TINY, "--data=my.txt", "--batch_size=8", "--optimizer=nadam", "--schedule=constant", "--eval_iters=0", "--dtype=float32"]
 
     def train_nadam(out, steps, *more, torchrun=0):
         words = command(torchrun=torchrun)
@@ -1820,7 +1820,7 @@ def test_help_names_every_knob(folder):
 
 
 def test_schedules(monkeypatch):
-    for key, value in dict(learning_rate=1.0, warmup_iters=10, max_iters=110, min_lr=0.1, decay_lr=True).items():
+    for key, value in dict(learning_rate=1.0, warmup_iters=10, max_iters=110, min_lr=0.1).items():
         monkeypatch.setattr(train, key, value)
     def rate(*args):
         return optim.learning_rate_at(trainer_config(), args[0], train.max_iters, *args[1:])
@@ -1833,7 +1833,7 @@ def test_schedules(monkeypatch):
     monkeypatch.setattr(train, "decay_fraction", 0.5)
     assert rate(20) == rate(55) == 1.0 and abs(rate(110) - 0.1) < 1e-9
     assert rate(20, 0.75) == rate(82.5) and rate(20, 1.0) == rate(110) and rate(5, 1.0) == 0.6  # further by the clock
-    monkeypatch.setattr(train, "decay_lr", False)
+    monkeypatch.setattr(train, "schedule", "constant")
     assert rate(109) == 1.0
 
 

@@ -182,8 +182,9 @@ def resume_settings(config, folder, given):
     """
     where = Path(folder, "config.json")
     older = {"first_seq_len": 0}  # what a run had before there was such a setting
-    stored = older | {name: convert(name, value, getattr(config, name), where)
-                      for name, value in stored_settings(folder).items() if name in config.defaults}
+    stored = {name: convert(name, value, getattr(config, name), where)
+              for name, value in (older | stored_settings(folder)).items()
+              if name in config.defaults}
     restore_secrets(config, folder, stored, given)
     first_start = stored.get("init_from", "auto")
     if is_fine_tuning(config) and Path(first_start).resolve() != Path(config.init_from).resolve():

@@ -15,7 +15,7 @@ AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
               "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction", "embedding_noise",
               "lora_rank", "first_seq_len")
-CHOICES = {"schedule": ("cosine", "linear")}
+CHOICES = {"schedule": ("constant", "cosine", "linear")}
 # Settings that are names separated by commas.
 LISTS = {"log_extras": ("tables", "model", "gradients", "parameters", "noise_scale")}
 
