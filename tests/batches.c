@@ -1,7 +1,8 @@
-// Whether what is computed for a sequence depends on anything else: evaluates random texts token by
-// token, then the same texts cut at random and in random batches with others, with sequences that
-// join, leave, are copied and truncated, and compares the logits bit by bit.
-//   batches MODEL ISA THREADS KV_BITS SEED ROUNDS [no_copy]
+// Tests that the logits of a sequence depend on its own tokens alone. Evaluates random texts token
+// by token. Then evaluates the same texts in calls of random lengths, and in random batches of
+// sequences that join, leave, are copied and truncated. Compares the logits bit by bit.
+//
+// Usage: batches MODEL ISA THREADS KV_BITS SEED ROUNDS [no_copy]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,9 +11,9 @@
 enum { TEXTS = 6, MAX_BATCH = 200 };
 
 typedef struct {
-    int *tokens;   // (n,)
+    int *tokens; // (n,)
     int n;
-    float *logits; // (n, vocab_size) computed alone
+    float *logits; // (n, vocab_size), computed one token per call
 } Text;
 
 static llamac_engine *engine;
@@ -37,7 +38,7 @@ static llamac_sequence *begin(void) {
     return s;
 }
 
-// Computes the logits of all tokens of a text, one token a call.
+// Computes the logits of all tokens of a text, one token per call.
 static void evaluate_alone(Text *text) {
     llamac_error error;
     llamac_sequence *s = begin();
@@ -59,7 +60,7 @@ static void compare(const float *found, const Text *text, int pos, const char *h
     exit(1);
 }
 
-// One text, cut into calls of random lengths.
+// Evaluates a text in calls of random lengths and compares the logits after each call.
 static void cut(const Text *text) {
     llamac_error error;
     llamac_sequence *s = begin();
@@ -72,7 +73,8 @@ static void cut(const Text *text) {
     llamac_sequence_free(s);
 }
 
-// Several sequences of random texts, a random number of tokens of each in a batch.
+// Evaluates batches with a random number of tokens from each of up to 12 sequences, and compares
+// their logits.
 static void batch_of_some(void) {
     llamac_error error;
     llamac_sequence *sequences[12] = {NULL};
@@ -81,9 +83,10 @@ static void batch_of_some(void) {
         llamac_batch_token batch[MAX_BATCH];
         int n = 0, origin[MAX_BATCH];
         for (int i = 0; i < 12; i++) {
-            if (sequences[i] && below(30) == 0) // leaves
+            if (sequences[i] && below(30) == 0) // the sequence leaves
                 llamac_sequence_free(sequences[i]), sequences[i] = NULL;
-            if (!sequences[i] && below(4) == 0) { // joins, perhaps with the begin of another
+            // a sequence joins: empty, or as a copy of the first tokens of another
+            if (!sequences[i] && below(4) == 0) {
                 int from = below(12);
                 if (sequences[from] && below(2)) {
                     int kept = below(llamac_sequence_length(sequences[from]) + 1);
@@ -95,12 +98,15 @@ static void batch_of_some(void) {
             if (!sequences[i]) continue;
             const Text *text = &texts[text_of[i]];
             int length = llamac_sequence_length(sequences[i]);
-            if (below(20) == 0 && !llamac_sequence_truncate(sequences[i], length = below(length + 1), &error))
+            if (below(20) == 0
+                && !llamac_sequence_truncate(sequences[i], length = below(length + 1), &error))
                 give_up(error.text);
-            int pos = below(20) ? length : below(length + 1); // replaces what it has
+            // one time in 20, replace the tokens from a random position on instead of appending
+            int pos = below(20) ? length : below(length + 1);
             int left = text->n - pos, most = below(3) ? 1 : below(40);
             for (int k = 0; k < left && k < most && n < MAX_BATCH; k++, n++) {
-                batch[n] = (llamac_batch_token){sequences[i], text->tokens[pos + k], pos + k, below(2)};
+                batch[n] =
+                    (llamac_batch_token){sequences[i], text->tokens[pos + k], pos + k, below(2)};
                 origin[n] = i;
             }
         }
@@ -108,7 +114,8 @@ static void batch_of_some(void) {
         if (!llamac_evaluate(engine, batch, n, &error)) give_up(error.text);
         for (int k = 0; k < n; k++)
             if (batch[k].logits)
-                compare(llamac_batch_logits(engine, k), &texts[text_of[origin[k]]], batch[k].position, "batch");
+                compare(llamac_batch_logits(engine, k), &texts[text_of[origin[k]]],
+                        batch[k].position, "batch");
             else if (llamac_batch_logits(engine, k)) give_up("logits that nobody asked for");
         done += n;
     }
@@ -120,14 +127,18 @@ int main(int argc, char **argv) {
     llamac_error error;
     llamac_model *model = llamac_open(argv[1], LLAMAC_NO_TOKENIZER, &error);
     if (!model) give_up(error.text);
-    llamac_options options = {.isa = argv[2], .n_threads = atoi(argv[3]), .kv_bits = atoi(argv[4]), .no_copy = argc > 7, .device = "cpu"};
+    llamac_options options = {.isa = argv[2],
+                              .n_threads = atoi(argv[3]),
+                              .kv_bits = atoi(argv[4]),
+                              .no_copy = argc > 7,
+                              .device = "cpu"};
     engine = llamac_start(model, &options, &error);
     if (!engine) give_up(error.text);
     state = (uint32_t)atoi(argv[5]);
     vocab_size = llamac_describe(model).vocab_size;
     int context = llamac_positions(engine);
     for (int i = 0; i < TEXTS; i++) {
-        int longest = i ? 80 : 700; // one spans several ranges of attention
+        int longest = i ? 80 : 700; // text 0 spans more than one KV_RANGE of the attention
         Text *text = &texts[i];
         text->n = longest < context ? longest : context;
         text->tokens = malloc(text->n * sizeof(int));

@@ -1,6 +1,10 @@
-// Runs models by the WebAssembly module. Reads a list of jobs, prints a list of results, both JSON.
-// node browser.js llamac.wasm. A job: { file, calls: [[prompt, options]] }, options with `cut`: stop after so many parts.
-// Its result: { texts, canChat, positions } or { error }.
+// Runs models with the WebAssembly module. Reads a JSON list of jobs from stdin and prints a JSON
+// list of results.
+//
+// Usage: node browser.js llamac.wasm
+//
+// A job is { file, calls: [[prompt, options]] }. The option `cut` stops the generation after that
+// many parts. Its result is { texts, canChat, positions, tokens } or { error }.
 const fs = require("fs")
 const llamac = require("../browser/llamac.js")
 

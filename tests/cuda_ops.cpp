@@ -17,9 +17,9 @@
 #include "../runtime/backend.h"
 
 extern "C" {
-const struct Kernels *llamac_choose_kernels(const char *name); // runtime/cpu/kernels.h
-void llamac_floats(const struct Kernels *, float *out, const Mat *, int r, int c,
-                   int n); // runtime/cpu/weights.h
+// from runtime/cpu/kernels.h and runtime/cpu/weights.h
+const struct Kernels *llamac_choose_kernels(const char *name);
+void llamac_floats(const struct Kernels *, float *out, const Mat *, int r, int c, int n);
 }
 
 static uint32_t state;
@@ -61,8 +61,8 @@ static void write_half(uint8_t *p, int exponent, bool negative) {
     memcpy(p, &half, 2);
 }
 
-// Appends a block of random bytes in a quantized type, with scales that make small numbers. Those of
-// a type with several scales in a block multiply them by up to 127.
+// Appends a block of random bytes in a quantized type, with scales that make small numbers. In a
+// type with several scales per block, these multiply the numbers by up to 127.
 static void add_block(Matrix &m, Type type) {
     BlockSize size = block_size(type);
     bool large = size.numbers == 256, has_min = type == Q4_1 || type == Q5_1;
@@ -143,8 +143,9 @@ static void make_pair(Pair &p, const Config &c, const Weighting &weighting) {
     }
     add(type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.token_embedding; });
     add(F32, 1, c.dim, [](Weights &w) -> Mat & { return w.norm; });
+    // export.py writes it like this
     add(type == Q4_0 ? Q8_0 : type, c.vocab_size, c.dim,
-        [](Weights &w) -> Mat & { return w.output; }); // as export.py writes it
+        [](Weights &w) -> Mat & { return w.output; });
     for (int l = 0; l < c.n_layers; l++) {
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].attention_norm; });
         add(type, c.q_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
@@ -197,7 +198,7 @@ struct Array {
     }
 };
 
-enum { PADDING = 64 }; // max tokens more than those of a pass that the ops may compute
+enum { PADDING = 64 }; // max tokens that the ops may compute beyond those of a pass
 
 // Both backends, and a sequence of each.
 struct Both {
@@ -407,8 +408,8 @@ static void compare_program(Pair &p, const Both &both, int T, int pos) {
                 cpu.add_product(y.on_cpu, &cl.wq, x.on_cpu, T);
         if (op == 3) g->feed_forward(g, &gl, x.on_gpu, T), cpu.feed_forward(&cl, x.on_cpu, T);
     }
-    report("program", fmax(x.difference(), y.difference()),
-           1e-2); // half precision's rounding over up to six ops
+    // up to six ops round to half precision
+    report("program", fmax(x.difference(), y.difference()), 1e-2);
 }
 
 // Computes a batch as llama.c does. Returns whether the backend asked for its ops to be called.
@@ -429,7 +430,7 @@ static void compare_tokens(Pair &p, const Both &both, int pos, int n) {
     std::vector<float> expected(cf.vocab_size), ops;
     Array x(g, c, cf.dim), y(g, c, cf.q_dim);
     const Layer &last = p.model[0].weights.layers[cf.n_layers - 1];
-    bool in_float = last.wk.type == F32 && last.wv.type == F32; // else in half precision
+    bool in_float = last.wk.type == F32 && last.wv.type == F32; // false: in half precision
     double max = in_float ? 1e-4 : 5e-3;
     fill_cache(p, both, pos);
     printf(" token@%d", pos);
@@ -450,8 +451,8 @@ static void compare_tokens(Pair &p, const Both &both, int pos, int n) {
 }
 
 // Compares three passes of T tokens with the CPU's. The GPU computes them op by op, by a recording
-// and by the same again. They differ in the tokens, in those whose logits are wanted, and in the
-// memory for the logits. Then compares three passes that compute hidden states instead.
+// and by the same recording again. They differ in the tokens, in those whose logits are wanted, and
+// in the memory for the logits. Then compares three passes that compute hidden states instead.
 static void compare_passes(Pair &p, const Both &both, int T, int pos) {
     Backend *g = both.gpu, *c = both.cpu;
     const Config &cf = p.model[0].config;
@@ -474,13 +475,14 @@ static void compare_passes(Pair &p, const Both &both, int T, int pos) {
             if (states) batch->hidden_states = batch->logits, batch->logits = NULL;
         forward(g, p.model[0], x.on_gpu, y.on_gpu, on_gpu.batch);
         forward(c, p.model[1], x.on_cpu, y.on_cpu, on_cpu.batch);
-        report(states ? "hidden states" : "pass", Array::compare(rows.data(), expected.data(), n), in_float ? 1e-4 : 1e-2);
+        report(states ? "hidden states" : "pass", Array::compare(rows.data(), expected.data(), n),
+               in_float ? 1e-4 : 1e-2);
     }
 }
 
-// Compares batches of up to three sequences, which grow until their positions are used up: runs of
-// several tokens and of one, and of one token only, which the GPU computes op by op, by a recording and
-// by the same again.
+// Compares batches of up to three sequences, which grow until their positions are used up. Every
+// fourth batch has runs of several tokens. The others have runs of one token, which the GPU
+// computes op by op, by a recording and by the same recording again.
 static void compare_batches(Pair &p, const Both &both, int positions) {
     enum { SEQUENCES = 3, ROUNDS = 7, MAX_RUN = 33 };
     Backend *backends[] = {both.gpu, both.cpu};
@@ -517,8 +519,10 @@ static void compare_batches(Pair &p, const Both &both, int positions) {
         size_t n = wanted.size() * cf.vocab_size;
         std::vector<float> rows[2] = {std::vector<float>(n), std::vector<float>(n)};
         for (int j = 0; j < 2; j++) {
+            // clang-format off
             Batch batch = {tokens.data(), T, runs[j].data(), (int)runs[j].size(),
                            wanted.data(), (int)wanted.size(), rows[j].data(), NULL};
+            // clang-format on
             forward(backends[j], p.model[j], j ? x.on_cpu : x.on_gpu, j ? y.on_cpu : y.on_gpu,
                     batch);
         }
@@ -628,15 +632,16 @@ static void compare_shape(Type type, int number) {
     c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f;
     Pair p;
     make_pair(p, c, {type, 32, false, shape.biases, shape.norms});
-    printf("type %d dim %d heads %d/%d of %d layers %d vocab %d", type, c.dim, c.n_heads, c.n_kv_heads,
-           c.head_dim, c.n_layers, c.vocab_size);
+    printf("type %d dim %d heads %d/%d of %d layers %d vocab %d", type, c.dim, c.n_heads,
+           c.n_kv_heads, c.head_dim, c.n_layers, c.vocab_size);
     Both both = open_both(p, c.seq_len);
     compare_tokens(p, both, 33, 2);
     close_both(both);
 }
 
 static const Type TYPES[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
-static const Type OPS_TYPES[] = {Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K}; // not in one kernel
+// Their tokens are not computed in one kernel.
+static const Type OPS_TYPES[] = {Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K};
 
 static void start_random(int number) {
     state = number;

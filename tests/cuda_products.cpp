@@ -1,13 +1,15 @@
-// Prompt products on the tensor cores, emulated (tests/cuda_on_cpu), against sums in double precision
-// of the same numbers rounded to half precision. So only the order of additions differs, and a
-// tolerance of 1e-5 finds what those of cuda_ops would hide. Prints for each product the bits of its
-// results as a hash: programs that differ in RAW_STAGES print the same.
+// Compares products of prompts on emulated tensor cores (tests/cuda_on_cpu) with sums in double
+// precision of the same numbers, rounded to half precision. Only the order of additions differs, so
+// a tolerance of 1e-5 suffices. It finds errors that the tolerances of cuda_ops would hide. Prints
+// a hash of the bits of each product: programs that differ only in RAW_STAGES print the same
+// hashes.
 //
-// Usage: cuda_products SEED CASES, the products of each type
+// Usage: cuda_products SEED CASES, the number of cases of each type
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <vector>
-#pragma GCC diagnostic ignored "-Wunused-function" // of the headers, a few functions are used
+// the headers have functions that are unused here
+#pragma GCC diagnostic ignored "-Wunused-function"
 #include "../runtime/cuda/launch_products.cuh"
 
 static uint32_t state;
@@ -53,7 +55,7 @@ struct Matrix {
         for (size_t i = 0; i < scales.n; i++) scales.data[i] = (uint8_t)random_bits();
         for (size_t i = 0; i < values.n && is_16_bit; i += 2) {
             if (type == F16) write_half(&values.data[i], -4);
-            else values.data[i + 1] = (random_bits() & 128) | 61; // of 2^-5 or 2^-4
+            else values.data[i + 1] = (random_bits() & 128) | 61; // of the order of 2^-5 or 2^-4
         }
         int record = scale_bytes(type) / (large ? 1 : 8);
         for (size_t i = 0; record && i + record <= scales.n; i += record) {
@@ -66,7 +68,7 @@ struct Matrix {
 
 static double rounded(float x) { return __half2float(to_half(x)); }
 
-// Returns x (T, cols) w^T in double precision, of numbers rounded to half precision.
+// Returns x (T, cols) w^T in double precision, with x and w rounded to half precision.
 static std::vector<double> multiply(const Mat &w, const float *x, int T) {
     std::vector<double> out((size_t)T * w.rows), row(w.cols), xs((size_t)T * w.cols);
     for (size_t i = 0; i < xs.size(); i++) xs[i] = rounded(x[i]);

@@ -1,7 +1,7 @@
-// Tests that cuda_on_cpu/fibers.cpp finds races: three kernels that have none, unless one barrier,
-// fence or wait is left out.
+// Tests that cuda_on_cpu/fibers.cpp finds races. Runs three kernels that have no races, unless one
+// barrier, fence or wait is left out.
 //
-// Usage: cuda_races MISSING, the number of what is left out in the enum
+// Usage: cuda_races MISSING, the number in the enum of what is left out
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
@@ -45,8 +45,8 @@ static __global__ void together(float *x, const float *copied, unsigned *arrived
     grid_barrier(arrived, missing);
     sum += x[other];
     grid_barrier(arrived, NOTHING);
-    __pipeline_memcpy_async(shared + 4 * i, copied + 4 * i,
-                            16); // a thread waits for its own copies
+    // a thread waits for its own copies only
+    __pipeline_memcpy_async(shared + 4 * i, copied + 4 * i, 16);
     __pipeline_commit();
     __pipeline_wait_prior(0);
     if (missing != WARP_AFTER_COPY) __syncwarp();
@@ -72,8 +72,8 @@ static __global__ void apart(float *x, const float *copied, unsigned *counter, i
     if (last && threadIdx.x == 2) x[2] = x[0] + x[1];
 }
 
-// Two resident blocks. Each sends the other a word of 8 bytes that holds a number and an epoch. A word
-// orders nothing else: to read x as well, the blocks need a barrier.
+// Two resident blocks. Each sends the other a word of 8 bytes that holds a number and an epoch. A
+// word orders no other accesses: to read x as well, the blocks need a barrier.
 static __global__ void carried(float *x, const float *copied, unsigned *arrived, int missing) {
     volatile uint64_t *words = (volatile uint64_t *)x; // (blocks,)
     int block = blockIdx.x, other = gridDim.x - 1 - block;

@@ -1,18 +1,23 @@
-// Many sequences on one engine of the GPU. Writes "fine", or what went wrong.
+// Tests many sequences on one engine of the GPU. Prints "fine", or the check that failed and the
+// error.
 //
 // Usage: cuda_sequences CASE MODEL
-//   turns     sequences that are evaluated by turns, and in one batch, have the texts of each alone
+//   turns     sequences evaluated by turns, and in one batch, have the same texts as each one alone
 //   copies    a copy of a sequence continues like the sequence, and neither changes the other
-//   saved     a sequence that is saved and loaded continues like the sequence, on the CPU nearly so
+//   saved     a sequence that is saved and loaded continues like the original: exactly on the GPU,
+//             nearly on the CPU
 //   logits    the same logits as the CPU's, in memory that moves between two calls
-//   embed     nearly the same embeddings as the CPU's; the logits of the last call stay
-//   shapes    sequences share recordings, and so do prompts of similar lengths; there are few
+//   embed     nearly the same embeddings as the CPU's; they do not change the logits of the last
+//             call
+//   shapes    sequences share recordings, and so do prompts of similar lengths; the number of
+//             recordings is limited (emulated)
+//   failures  if any one call of CUDA fails, there is an error, and no memory is leaked (emulated)
+//   exhausted if any one allocation of host memory by the backend fails, there is an error
 //             (emulated)
-//   failures  each call of CUDA in turn fails: an error, and nothing is leaked (emulated)
-//   exhausted each allocation of host memory by the backend fails in turn: an error (emulated)
-//   memory    sequences until no more fit leave memory for the code of kernels (emulated)
-//   hot       an infinite temperature, with logits as far apart as floats can be, samples the
-//             likely tokens alone; the logits of the model are near 2.5e38 or -2.5e38
+//   memory    if as many sequences are created as fit, enough memory remains for the code of the
+//             kernels (emulated)
+//   hot       with an infinite temperature, and logits as far apart as floats can be, only likely
+//             tokens are sampled; the logits of the model must be near 2.5e38 or -2.5e38
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdio.h>
@@ -38,7 +43,7 @@ static void give_up(const char *what) {
 
 typedef std::vector<int> Tokens;
 
-// A prompt of n tokens; the number tells prompts apart.
+// Returns a prompt of n tokens. Different numbers give different prompts.
 static Tokens prompt(int number, int n) {
     Tokens tokens(n);
     for (int i = 0; i < n; i++) tokens[i] = 3 + (number * 31 + i * 7) % 200;
@@ -62,7 +67,7 @@ static int extend(llamac_sequence *s, const Tokens &tokens) {
     return llamac_sample(s, &sampler, &error);
 }
 
-// Extends a sequence by n tokens, from `next` on. Returns them.
+// Extends a sequence by n tokens: `next` and those sampled after it. Returns them.
 static Tokens write_tokens(llamac_sequence *s, int next, int n) {
     Tokens text;
     for (int i = 0; i < n; i++) {
@@ -98,7 +103,7 @@ static void turns(llamac_model *model, bool sample_only) {
         for (int i = 0; i < N; i++) text[i].push_back(next[i]), next[i] = extend(s[i], {next[i]});
     for (int i = 0; i < N; i++) EXPECT(text[i] == alone[i]);
 
-    // the same in batches: the prompts, then the tokens of all; each logits row is sampled greedily
+    // the prompts again, alone and then all in one batch; greedy sampling must agree
     if (!sample_only) {
         std::vector<llamac_batch_token> batch;
         Tokens expected, found;
@@ -143,7 +148,7 @@ static void copies(llamac_model *model) {
     llamac_sequence *empty = llamac_sequence_copy(s, 0, &error);
     EXPECT(copy && changed && empty && llamac_sequence_length(copy) == KEPT);
     EXPECT(extend(changed, other) >= 0 && extend(empty, other) >= 0);
-    // the last token again, for its logits
+    // evaluate the last kept token again, for its logits
     EXPECT(llamac_sequence_truncate(copy, KEPT - 1, &error));
     EXPECT(write_tokens(copy, extend(copy, {first.back()}), LENGTH) == expected);
     EXPECT(llamac_sequence_truncate(s, KEPT - 1, &error));
@@ -155,7 +160,7 @@ static void copies(llamac_model *model) {
     llamac_stop(engine);
 }
 
-// The file of a saved sequence, which is removed.
+// Returns the path of the file of a saved sequence. It is removed after loading.
 static std::string file_name() { return "/tmp/cuda_sequences." + std::to_string(getpid()); }
 
 static llamac_sequence *save_and_load(llamac_sequence *s, llamac_engine *engine) {
@@ -163,7 +168,7 @@ static llamac_sequence *save_and_load(llamac_sequence *s, llamac_engine *engine)
     llamac_sequence *loaded = NULL;
     if (saved) loaded = llamac_sequence_load(engine, file_name().c_str(), &error);
     unlink(file_name().c_str());
-    std::string path = file_name() + ": "; // stands before errors, also before those of the GPU
+    std::string path = file_name() + ": "; // prefix of errors, even of those of the GPU
     if (!loaded && !strncmp(error.text, path.c_str(), path.size()))
         memmove(error.text, error.text + path.size(), strlen(error.text + path.size()) + 1);
     return loaded;
@@ -234,18 +239,21 @@ static void logits(llamac_model *model) {
 
 static std::vector<float> embed(llamac_engine *engine, const Tokens &tokens, int pooling, int dim) {
     std::vector<float> embedding(dim);
-    EXPECT(llamac_embed(engine, tokens.data(), (int)tokens.size(), pooling, embedding.data(), &error));
+    EXPECT(
+        llamac_embed(engine, tokens.data(), (int)tokens.size(), pooling, embedding.data(), &error));
     return embedding;
 }
 
 static void embeddings(llamac_model *model) {
-    llamac_engine *engines[3] = {start(model, "cuda", false), start(model, "cuda", true), start(model, "cpu", false)};
+    llamac_engine *engines[3] = {start(model, "cuda", false), start(model, "cuda", true),
+                                 start(model, "cpu", false)};
     EXPECT(engines[0] && engines[1] && engines[2]);
     int dim = llamac_describe(model).dim;
     llamac_sequence *s = llamac_sequence_new(engines[1], &error);
     EXPECT(s);
-    int next = extend(s, prompt(1, 5)), seed = 7 + 5; // of extend
-    for (int n : {1, 2, 150, 1, 2, 1, 1}) // by ops, recorded, replayed if a sequence has as many passes
+    int next = extend(s, prompt(1, 5)), seed = 7 + 5; // the seed that extend used
+    // lengths repeat, so that passes run op by op, are recorded and are replayed
+    for (int n : {1, 2, 150, 1, 2, 1, 1})
         for (int pooling : {LLAMAC_MEAN, LLAMAC_LAST}) {
             std::vector<float> expected = embed(engines[2], prompt(n, n), pooling, dim);
             for (int i = 0; i < 2; i++) {
@@ -287,7 +295,8 @@ static void hot(llamac_model *model) {
 #ifdef CUDA_ON_CPU
 static int news_left = -1; // allocations of the backend that succeed before one fails; < 0: all do
 
-// Every `new` of the program. Inlined, free would seem to GCC to free what it did not allocate.
+// Replace every `new` and `delete` of the program. If they were inlined, GCC would see `free`
+// release memory that `new` has allocated.
 #define APART __attribute__((noinline))
 APART void *operator new(size_t n, const std::nothrow_t &) noexcept {
     if (!cuda_on_cpu::owns && news_left >= 0 && news_left-- == 0) return NULL;
@@ -325,15 +334,15 @@ static void memory(llamac_model *model) {
     EXPECT(!strcmp(error.text, "not enough memory") && sequences.size() > 10);
     EXPECT(!cudaMemGetInfo(&free_bytes, &total) && free_bytes >= 32 << 20 && free_bytes < 33 << 20);
     EXPECT(!llamac_sequence_copy(sequences[0], 0, &error));
-    llamac_sequence_free(sequences.back()); // its memory is enough for another
+    llamac_sequence_free(sequences.back()); // leaves enough memory for one other sequence
     sequences.back() = llamac_sequence_new(engine, &error);
     EXPECT(sequences.back() && extend(sequences.back(), {5}) >= 0);
     for (llamac_sequence *s : sequences) llamac_sequence_free(s);
     llamac_stop(engine);
 }
 
-// Evaluates a prompt of n tokens, the logits of whose last n_wanted are wanted, twice: op by op, then
-// recorded.
+// Evaluates a prompt of n tokens twice: op by op, then recorded. The logits of its last n_wanted
+// tokens are wanted.
 static void evaluate_twice(llamac_engine *engine, llamac_sequence *s, int n, int n_wanted) {
     std::vector<llamac_batch_token> batch;
     for (int t = 0; t < n; t++) batch.push_back({s, 3 + t, t, t >= n - n_wanted});
@@ -366,8 +375,8 @@ static bool is_failure() {
     return !strncmp(error.text, "the GPU failed: unspecified launch failure (", 44);
 }
 
-// Uses an engine for one text whose passes run op by op, are recorded and are replayed, and for a
-// copy. Returns whether all went well; then no other call fails.
+// Uses an engine for a text, whose passes run op by op, are recorded and are replayed, and for a
+// copy, a saved file and an embedding. Returns whether all calls succeeded.
 static bool use(llamac_engine *engine, llamac_sequence *s) {
     for (int i = 0; i < 4; i++)
         if (llamac_sequence_truncate(s, 0, &error), extend(s, prompt(i, 3)) < 0) return false;
@@ -388,7 +397,7 @@ static void failures(llamac_model *model) {
     using namespace cuda_on_cpu;
     bool done = false;
     int n;
-    for (n = 0; !done; n += 7) { // of start
+    for (n = 0; !done; n += 7) { // call n of `start` fails
         calls_left = n, broken = false;
         llamac_engine *engine = start(model, "cuda", true);
         EXPECT(engine || is_failure());
@@ -405,7 +414,7 @@ static void failures(llamac_model *model) {
         calls_left = n;
         done = use(engine, s);
         if (!done && *error.text) EXPECT(is_failure());
-        if (!done) { // it stays so
+        if (!done) { // all later calls fail too, with the same error
             std::string first = error.text;
             EXPECT(extend(s, {5}) < 0 && is_failure() && (first.empty() || first == error.text));
             llamac_sequence *other = llamac_sequence_new(engine, &error);
@@ -419,7 +428,7 @@ static void failures(llamac_model *model) {
         EXPECT(graphs == 0);
     }
     EXPECT(n > 60);
-    // a failure that is found when a sequence is freed is the engine's, not want of memory
+    // a failure found while a sequence is freed is reported as the engine's, not as lack of memory
     calls_left = -1, broken = false;
     llamac_engine *engine = start(model, "cuda", false);
     llamac_sequence *first = llamac_sequence_new(engine, &error);

@@ -1,4 +1,7 @@
-// Engines on two models by turns, on the GPU: `engines MODEL OTHER` writes "fine", or what went wrong.
+// Starts an engine on the GPU for each of two models and evaluates tokens on the two by turns.
+// Prints "fine", or the error.
+//
+// Usage: engines MODEL OTHER
 #include <stdio.h>
 #include "../runtime/llamac.h"
 
@@ -12,7 +15,8 @@ int main(int argc, char **argv) {
     bool ok = argc == 3;
     for (int i = 0; ok && i < 2; i++) {
         models[i] = llamac_open(argv[1 + i], 0, &error);
-        if (models[i]) engines[i] = llamac_start(models[i], &(llamac_options){.device = "cuda"}, &error);
+        if (models[i])
+            engines[i] = llamac_start(models[i], &(llamac_options){.device = "cuda"}, &error);
         if (engines[i]) sequences[i] = llamac_sequence_new(engines[i], &error);
         ok = sequences[i];
     }

@@ -1,16 +1,22 @@
-// Fails each call of the library to the system, in turn, while a program uses sequences, texts and
-// a grammar: failures MODEL FOLDER. What fails says so, changes nothing but what llamac.h says, and
-// succeeds when it is called again; the logits are then what they are without failures. Built with
-// fuzz/faults.h. Prints how many calls failed.
+// Tests how the library handles failures of the system. Uses sequences, texts and a grammar once
+// for each call of the library to the system, with that one call failing. The library function
+// must return an error, change only what llamac.h says, and succeed when it is called again. The
+// logits must then be those of a run without failures. fuzz/faults.h makes the calls fail. Prints
+// how many library functions failed.
+//
+// Usage: failures MODEL FOLDER
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "../runtime/llamac.h"
 
-enum { LONG = 70, SHORT = 40, MAX_LOGITS = 4096 }; // LONG: tokens of more than a page of the cache
+// LONG: more tokens than a page of the KV cache holds.
+enum { LONG = 70, SHORT = 40, MAX_LOGITS = 4096 };
 
-static int calls, to_fail, failures; // of this round; the number of the call that fails
+// calls: to the system in this round. to_fail: the number of the call that fails.
+// failures: of library functions, in all rounds.
+static int calls, to_fail, failures;
 bool stream_failed;
 
 bool fault_now(void) {
@@ -29,7 +35,8 @@ static void give_up(int line, const char *what) {
 
 #define EXPECT(condition) ((condition) ? (void)0 : give_up(__LINE__, #condition))
 
-// Calls something that may fail once, with a message. After a failure, `kept` must hold.
+// Makes a call that may fail once, with a message. After the failure, `kept` must hold, and the
+// second call must succeed.
 #define TRY_TWICE(call, kept) \
     do { \
         strcpy(error.text, ""); \
@@ -45,7 +52,7 @@ static void keep_logits(float *to, llamac_sequence *s) {
     memcpy(to, llamac_logits(s), n_logits * sizeof *to);
 }
 
-// Writes four rows of logits.
+// Uses the library. Writes the logits of four tokens to logits (4, n_logits).
 static void use(llamac_model *model, const char *path, float *logits) {
     int tokens[LONG], n, *encoded, token;
     for (int i = 0; i < LONG; i++) tokens[i] = 3 + i * 37 % 250;
@@ -57,7 +64,7 @@ static void use(llamac_model *model, const char *path, float *logits) {
     TRY_TWICE(llamac_forward(s, tokens, LONG, 0, &error), llamac_sequence_length(s) == 0);
     keep_logits(logits, s);
     TRY_TWICE((copy = llamac_sequence_copy(s, SHORT, &error)), llamac_sequence_length(s) == LONG);
-    // The last page is shared, so it is copied before it is changed
+    // the two sequences share the last page, so the library copies it before changing it
     TRY_TWICE(llamac_forward(copy, &tokens[5], 1, SHORT, &error),
               llamac_sequence_length(copy) <= SHORT && llamac_sequence_length(s) == LONG);
     keep_logits(logits + n_logits, copy);
@@ -76,7 +83,8 @@ static void use(llamac_model *model, const char *path, float *logits) {
     TRY_TWICE(llamac_sequence_save(s, path, &error), llamac_sequence_length(s) == length);
     TRY_TWICE((loaded = llamac_sequence_load(engine, path, &error)), true);
     EXPECT(llamac_sequence_length(loaded) == length);
-    EXPECT(!memcmp(llamac_sequence_tokens(loaded), llamac_sequence_tokens(s), length * sizeof(int)));
+    EXPECT(
+        !memcmp(llamac_sequence_tokens(loaded), llamac_sequence_tokens(s), length * sizeof(int)));
     TRY_TWICE(llamac_forward(loaded, &tokens[7], 1, length, &error),
               llamac_sequence_length(loaded) <= length && llamac_sequence_length(s) == length);
     keep_logits(logits + 3 * n_logits, loaded);
@@ -93,7 +101,8 @@ static void use(llamac_model *model, const char *path, float *logits) {
     llamac_free(encoded);
     TRY_TWICE((text = llamac_text_new(model, -1, stops, 2, 0, &error)), true);
     size_t shown;
-    if (llamac_text_add(text, token, &out, &shown, &error) < 0) failures++; // it is then broken
+    // not called again after a failure: the text is then unusable
+    if (llamac_text_add(text, token, &out, &shown, &error) < 0) failures++;
     llamac_text_free(text);
     TRY_TWICE((grammar = llamac_grammar_json(model, true, &error)), true);
     llamac_grammar_free(grammar);
@@ -114,7 +123,7 @@ int main(int argc, char **argv) {
         calls = 0, to_fail = n, stream_failed = false;
         use(model, path, found);
         EXPECT(!memcmp(found, expected, 4 * n_logits * sizeof *found));
-        if (calls < n) break; // there was no such call
+        if (calls < n) break; // each call has failed once
     }
     llamac_close(model);
     printf("%d\n", failures);

@@ -1,6 +1,6 @@
 """
-Run train.py in float64, with the same arguments. A difference between two runs is then a fault,
-since rounding is at most amplified to some 1e-12.
+Run train.py in float64, with the same arguments. A difference between two runs is then an error,
+because rounding is amplified to about 1e-12 at most.
 
 This replaces the default dtype and the two places that ask for float32 by name: Tensor.float(),
 which the ops and the rotary table call, and the dtype in which Muon orthogonalizes.

@@ -1,8 +1,9 @@
 """
-Python programs as processes of their own that have torch from the start: they are forked from one that has imported it, which
-takes longer than a tiny training does.
+Run Python programs as separate processes that have torch from the start. They are forked from a
+process that has imported it, because the import takes longer than a tiny training. The call is like
+that of subprocess.run:
 
-    done = forked.run([ROOT / "train.py", "--max_iters=2"], cwd=folder, env=environment)    # as subprocess.run
+    done = forked.run([ROOT / "train.py", "--max_iters=2"], cwd=folder, env=environment)
 """
 import array
 import atexit
@@ -23,17 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def serve(address, program):
-    """Call program(argv) for each client, in a process of its own."""
+    """Call program(argv) for each client, each time in a separate process."""
     import safetensors.torch  # noqa: F401
     import sentencepiece  # noqa: F401
     import torch
-    import torch._dynamo  # this and the next are for processes that share a model
+    import torch._dynamo  # this module and the next one are for processes that share a model
     import torch.distributed.fsdp
     import torch.distributed.run  # noqa: F401
     import tqdm  # noqa: F401
     gc.collect()
-    gc.freeze()  # so that no process's collections look at all this
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(address).parent / "compiled")  # our own modules, once
+    gc.freeze()  # the garbage collections of the processes skip these objects
+    # Our own modules are compiled only once.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(address).parent / "compiled")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen()
@@ -50,7 +52,10 @@ def serve(address, program):
 
 
 def answer(client, program):
-    """In the child: its own child is the program, with the client's files, folder and environment."""
+    """
+    Fork once more, in the child of serve(). The new child is the program, with the client's files,
+    folder and environment; its parent sends the exit code to the client.
+    """
     size, ancillary, _, _ = client.recvmsg(4, 1024)
     files = array.array("i", ancillary[0][2])
     message = b""
@@ -71,7 +76,10 @@ def answer(client, program):
 
 
 def end_with(program, argv):
-    """Call program(argv) and end as Python does, but free nothing: that takes a quarter of a second, a tiny training one."""
+    """
+    Call program(argv) and end as Python does, but free nothing: that would take a quarter of a
+    second, and a tiny training takes one second.
+    """
     code = 0
     try:
         program(argv)
@@ -90,13 +98,14 @@ def end_with(program, argv):
 
 
 def forget():
-    """Import our own modules anew, those beside the program."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("configurator", "engine", "tests")]:
+    """Forget our own modules, so that the program imports those beside it."""
+    for name in [name for name in sys.modules
+                 if name.partition(".")[0] in ("configurator", "engine", "tests")]:
         del sys.modules[name]
 
 
 def script(argv):
-    """What `python argv[0] argv[1] ...` does."""
+    """Do what `python argv[0] argv[1] ...` does."""
     forget()
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
     runpy.run_path(argv[0], run_name="__main__")
@@ -104,25 +113,27 @@ def script(argv):
 
 @functools.lru_cache
 def server():
-    """The address of this process's own, which ends with it."""
+    """Start a server of this process, which ends with it, and return its address."""
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name, "socket"))
-    process = subprocess.Popen([sys.executable, "-m", "tests.forked", address], cwd=ROOT, stdout=subprocess.PIPE,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen([sys.executable, "-m", "tests.forked", address], cwd=ROOT,
+                               stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.stdout.readline()
     atexit.register(lambda: (process.terminate(), process.wait(), folder.cleanup()))
     return address
 
 
 def run(argv, cwd, env):
-    """A CompletedProcess of text: one thread, nothing to read from stdin."""
+    """Run a program with one thread and an empty stdin. Return a CompletedProcess with text."""
     argv = [str(word) for word in argv]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, socket.socket(socket.AF_UNIX) as s, \
-            open(os.devnull) as nothing:
+    with (tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err,
+          socket.socket(socket.AF_UNIX) as s, open(os.devnull) as nothing):
         s.connect(server())
-        message = json.dumps([argv, str(cwd), {name: str(value) for name, value in env.items()}]).encode()
+        message = json.dumps([
+            argv, str(cwd), {name: str(value) for name, value in env.items()}]).encode()
         files = array.array("i", [nothing.fileno(), out.fileno(), err.fileno()])
-        s.sendmsg([len(message).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        s.sendmsg([len(message).to_bytes(4, "big")],
+                  [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         s.sendall(message)
         code = int(s.recv(16) or 1)
         said = []

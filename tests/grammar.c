@@ -1,10 +1,19 @@
-// A grammar from outside. Texts in and out are lines of hexadecimal digits.
-//   grammar walk MODEL OBJECT SEED N    writes N texts of random allowed tokens: budget, tokens, text
-//   grammar read MODEL OBJECT HOW       reads texts as tokens of one byte (HOW=bytes) or as encoded (HOW=tokens); for each, prints
-//                                       the number of tokens accepted, of all tokens, and whether the text is complete
-//   grammar masks MODEL OBJECT LEFT     reads texts as tokens of one byte; for each, prints what is allowed then, or "refused"
-//   grammar time MODEL                  prints microseconds: to build, for a token in strings, elsewhere, and with little budget
-//   grammar wrong MODEL                 calls everything wrongly
+// Tests llamac_grammar through llamac.h. Texts are read and printed as lines of hexadecimal digits.
+//   grammar walk MODEL OBJECT SEED N
+//     Writes N texts of random allowed tokens. Prints for each its token budget, the number of its
+//     tokens, and the text.
+//   grammar read MODEL OBJECT HOW
+//     Reads texts, as tokens of one byte (HOW=bytes) or as llamac_encode divides them (HOW=tokens).
+//     Prints for each the number of accepted tokens, the number of all tokens, and 1 if the text is
+//     complete, else 0.
+//   grammar masks MODEL OBJECT LEFT
+//     Reads texts as tokens of one byte. Prints for each the tokens that are allowed next if LEFT
+//     tokens are left, or "refused".
+//   grammar time MODEL
+//     Prints the microseconds to build the grammar, and to accept a token and compute the next
+//     mask: in strings, elsewhere, and with few tokens left.
+//   grammar wrong MODEL
+//     Makes invalid calls and prints their errors.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,19 +31,25 @@ static int below(int n) { // a number 0..n-1 (Marsaglia's xorshift)
     return (int)(state % n);
 }
 
-#define EXPECT(condition) do { if (!(condition)) { fprintf(stderr, "line %d: %s\n", __LINE__, #condition); exit(1); } } while (0)
+#define EXPECT(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
+            exit(1); \
+        } \
+    } while (0)
 
-// grammar: one of the other two, of which the second is a copy of the first.
 typedef struct {
     llamac_model *model;
-    llamac_grammar *grammar, *built, *copy;
+    llamac_grammar *grammar, // the one in use: `built` or `copy`
+        *built, *copy;
     int vocab_size, bytes[256];
     uint16_t *structure;
 } Test;
 
 static const char structure[] = "{}[]\":,\\1";
 
-// One bit for each character of `structure` in a text.
+// Returns the characters of `structure` that occur in a text, as one bit each.
 static uint16_t structure_of(const char *s, size_t n) {
     uint16_t bits = 0;
     for (size_t i = 0; structure[i]; i++) bits |= !!memchr(s, structure[i], n) << i;
@@ -69,15 +84,16 @@ static void close_test(Test *t) {
     free(t->structure);
 }
 
-// A random token of those allowed, half the time one with a random character of structure, if there is any. -1: none but those that
-// end a text.
+// Returns a random allowed token that does not end the text, or -1 if there is none. Half the time
+// it is one with a random character of `structure`, if any such token is allowed.
 static int choose(const Test *t, const uint8_t *allowed) {
     static int some[1 << 18];
     int wanted = below(2) ? 1 << below(sizeof structure - 1) : 0;
     for (int tries = 0; tries < 2; tries++, wanted = 0) {
         int n = 0;
         for (int i = 0; i < t->vocab_size; i++)
-            if (allowed[i] && !llamac_ends(t->model, i) && (t->structure[i] & wanted) == wanted) some[n++] = i;
+            if (allowed[i] && !llamac_ends(t->model, i) && (t->structure[i] & wanted) == wanted)
+                some[n++] = i;
         if (n) return some[below(n)];
     }
     return -1;
@@ -98,7 +114,7 @@ static void walk(Test *t, int texts) {
             if (complete && !below(4)) break;
             if ((token = choose(t, allowed)) < 0) break;
             EXPECT(left > 0);
-            // what no budget allows is refused, and changes nothing
+            // tokens that no budget allows are refused, and do not change the state
             uint8_t *before = malloc(t->vocab_size);
             memcpy(before, llamac_grammar_allowed(t->grammar, INT32_MAX), t->vocab_size);
             EXPECT(before[token]);
@@ -113,7 +129,7 @@ static void walk(Test *t, int texts) {
             EXPECT(length && length < sizeof text - n);
             n += length;
         }
-        // nothing written: no text fits into the budget
+        // n is 0 if no text fits into the budget
         if (n) EXPECT(llamac_grammar_complete(t->grammar));
         printf("%d %d ", budget, budget - left);
         for (size_t k = 0; k < n; k++) printf("%02x", (unsigned char)text[k]);
@@ -139,7 +155,9 @@ static char text[LONGEST];
 static int accept_bytes(Test *t, int n) {
     int accepted = 0;
     llamac_grammar_reset(t->grammar);
-    while (accepted < n && llamac_grammar_accept(t->grammar, t->bytes[(unsigned char)text[accepted]])) accepted++;
+    while (accepted < n
+           && llamac_grammar_accept(t->grammar, t->bytes[(unsigned char)text[accepted]]))
+        accepted++;
     return accepted;
 }
 
@@ -150,7 +168,8 @@ static void read_texts(Test *t, bool bytes) {
         else {
             llamac_grammar_reset(t->grammar);
             int *tokens = llamac_encode(t->model, text, n, false, &all, NULL);
-            while (accepted < all && llamac_grammar_accept(t->grammar, tokens[accepted])) accepted++;
+            while (accepted < all && llamac_grammar_accept(t->grammar, tokens[accepted]))
+                accepted++;
             llamac_free(tokens);
         }
         printf("%d %d %d\n", accepted, all, llamac_grammar_complete(t->grammar));
@@ -176,7 +195,8 @@ static double seconds(void) {
     return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-// Microseconds of a mask after `prefix`, the lowest mean of some rounds; and of the accepted token that made it.
+// Returns the microseconds to accept the last character of `prefix` and compute the next mask: the
+// lowest mean of five rounds.
 static double mask_time(Test *t, const char *prefix, int left) {
     double best = 1e9;
     for (int round = 0; round < 5; round++) {
@@ -184,7 +204,8 @@ static double mask_time(Test *t, const char *prefix, int left) {
         for (int k = 0; k < 100; k++) {
             llamac_grammar_reset(t->grammar);
             const char *c = prefix;
-            for (; c[1]; c++) EXPECT(llamac_grammar_accept(t->grammar, t->bytes[(unsigned char)*c]));
+            for (; c[1]; c++)
+                EXPECT(llamac_grammar_accept(t->grammar, t->bytes[(unsigned char)*c]));
             begin = seconds();
             EXPECT(llamac_grammar_accept(t->grammar, t->bytes[(unsigned char)*c]));
             llamac_grammar_allowed(t->grammar, left);
@@ -200,18 +221,24 @@ static void print_times(const char *path) {
     double begin = seconds();
     llamac_grammar_free(llamac_grammar_json(t.model, false, NULL));
     printf("%d tokens: build %.0f", t.vocab_size, (seconds() - begin) * 1e6);
-    static const struct { const char *name, *prefix; int left; } cases[] = {
-        {"string", "{\"a\":\"bc", INT32_MAX}, {"key", "{\"a", INT32_MAX}, {"value", "{\"a\":", INT32_MAX},
-        {"after a value", "{\"a\":1,\"b\":[1", INT32_MAX}, {"string, 3 left", "{\"a\":\"bc", 3},
-        {"value, 6 left", "[[[[{\"a\":", 6}, {"value, 40 deep, 42 left", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", 42},
-        {"value, 40 deep, 20 left", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", 20}};
+    static const struct {
+        const char *name, *prefix;
+        int left;
+    } cases[] = {{"string", "{\"a\":\"bc", INT32_MAX},
+                 {"key", "{\"a", INT32_MAX},
+                 {"value", "{\"a\":", INT32_MAX},
+                 {"after a value", "{\"a\":1,\"b\":[1", INT32_MAX},
+                 {"string, 3 left", "{\"a\":\"bc", 3},
+                 {"value, 6 left", "[[[[{\"a\":", 6},
+                 {"value, 40 deep, 42 left", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", 42},
+                 {"value, 40 deep, 20 left", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", 20}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         printf("; %s %.1f", cases[i].name, mask_time(&t, cases[i].prefix, cases[i].left));
     puts("");
     close_test(&t);
 }
 
-// Prints what each mistake is answered with.
+// Makes invalid calls and prints their errors.
 static void wrong(const char *path) {
     llamac_error e;
     Test t = open_test(path, true);
@@ -222,22 +249,31 @@ static void wrong(const char *path) {
     strcpy(e.text, "of an earlier call");
     llamac_grammar_free(llamac_grammar_json(t.model, false, &e));
     EXPECT(!*e.text);
-    EXPECT(!llamac_grammar_accept(NULL, 3) && !llamac_grammar_allowed(NULL, 3) && !llamac_grammar_complete(NULL));
-    EXPECT(!llamac_grammar_accept(t.grammar, -1) && !llamac_grammar_accept(t.grammar, t.vocab_size));
-    EXPECT(!llamac_grammar_accept(t.grammar, INT32_MAX) && !llamac_grammar_accept(t.grammar, INT32_MIN));
-    EXPECT(!llamac_grammar_accept(t.grammar, llamac_describe(t.model).eos)); // before the text is complete
-    for (int left = -1; left < 3; left++) { // {} has two tokens of one byte
+    EXPECT(!llamac_grammar_accept(NULL, 3) && !llamac_grammar_allowed(NULL, 3)
+           && !llamac_grammar_complete(NULL));
+    EXPECT(!llamac_grammar_accept(t.grammar, -1)
+           && !llamac_grammar_accept(t.grammar, t.vocab_size));
+    EXPECT(!llamac_grammar_accept(t.grammar, INT32_MAX)
+           && !llamac_grammar_accept(t.grammar, INT32_MIN));
+    // EOS before the text is complete
+    EXPECT(!llamac_grammar_accept(t.grammar, llamac_describe(t.model).eos));
+    // the shortest text, {}, needs two tokens
+    for (int left = -1; left < 3; left++) {
         const uint8_t *allowed = llamac_grammar_allowed(t.grammar, left < 0 ? INT32_MIN : left);
         EXPECT(allowed[t.bytes['{']] == (left >= 2) && !allowed[t.bytes['[']]);
     }
-    EXPECT(llamac_grammar_accept(t.grammar, t.bytes['{']) && llamac_grammar_accept(t.grammar, t.bytes['}']));
+    EXPECT(llamac_grammar_accept(t.grammar, t.bytes['{'])
+           && llamac_grammar_accept(t.grammar, t.bytes['}']));
     EXPECT(llamac_grammar_complete(t.grammar) && !llamac_grammar_accept(t.grammar, t.bytes[',']));
-    EXPECT(llamac_grammar_accept(t.grammar, llamac_describe(t.model).eos)); // which changes nothing
+    // EOS is accepted and does not change the state
+    EXPECT(llamac_grammar_accept(t.grammar, llamac_describe(t.model).eos));
     EXPECT(llamac_grammar_allowed(t.grammar, 0)[llamac_describe(t.model).eos]);
     EXPECT(llamac_grammar_accept(t.grammar, t.bytes['\n']));
-    llamac_grammar *other = llamac_grammar_copy(t.grammar, &e); // begins a text of its own
-    EXPECT(other && !*e.text && !llamac_grammar_complete(other) && !llamac_grammar_accept(other, t.bytes['\n' + 1]));
-    EXPECT(llamac_grammar_accept(other, t.bytes['{']) && llamac_grammar_accept(other, t.bytes['"']));
+    llamac_grammar *other = llamac_grammar_copy(t.grammar, &e); // begins a new text
+    EXPECT(other && !*e.text && !llamac_grammar_complete(other)
+           && !llamac_grammar_accept(other, t.bytes['\n' + 1]));
+    EXPECT(llamac_grammar_accept(other, t.bytes['{'])
+           && llamac_grammar_accept(other, t.bytes['"']));
     EXPECT(llamac_grammar_complete(t.grammar) && !llamac_grammar_accept(t.grammar, t.bytes['"']));
     llamac_grammar_free(other);
     EXPECT(llamac_grammar_accept(t.grammar, t.bytes['\n']));

@@ -1,4 +1,7 @@
-"""The commands of all pages, the experiments of doc/lab too (part of make test-long)."""
+"""
+Run the commands of all documentation pages, including the experiments of doc/lab (part of make
+test-long).
+"""
 import pytest
 
 from tests.test_docs import PAGES, clone, run_page  # noqa: F401 (clone is a fixture)

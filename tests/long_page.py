@@ -1,4 +1,8 @@
-"""Long tests of the page: all views by clicks, 200 runs, 1,000 connections. Figures: doc/lab/page.md."""
+"""
+Long tests of the page: all views by clicks, 200 runs, 1,000 connections.
+
+The figures are in doc/lab/page.md.
+"""
 import json
 import math
 import os
@@ -22,14 +26,16 @@ PICTURES = os.environ.get("PICTURES")  # a folder for pictures of the page
 
 def memory(process):
     """Return [peak memory, current memory] of a process in MB."""
-    found = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    found = dict(
+        line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
     return [int(found[name].split()[0]) / 1000 for name in ("VmHWM", "VmRSS")]
 
 
 def click(browser, text, tag="button"):
     """Click the element that begins with this text, once it exists."""
     def try_it():
-        found = [e for e in browser.find_elements("css selector", tag) if e.text.strip().startswith(text) and e.is_displayed()]
+        found = [e for e in browser.find_elements("css selector", tag)
+                 if e.text.strip().startswith(text) and e.is_displayed()]
         script(browser, "arguments[0].scrollIntoView({block: 'center'})", found[0])
         found[0].click()
         return True
@@ -40,7 +46,8 @@ def click(browser, text, tag="button"):
 def fill(browser, name, value):
     """Type a value into the field of a knob."""
     field = browser.find_element("id", f"knob-{name}")
-    script(browser, "for (let e = arguments[0]; e; e = e.parentElement) if (e.tagName == 'DETAILS') e.open = true", field)
+    script(browser, "for (let e = arguments[0]; e; e = e.parentElement) "
+           "if (e.tagName == 'DETAILS') e.open = true", field)
     field.clear()
     field.send_keys(str(value))
 
@@ -59,7 +66,8 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     page = Page(tmp_path)
     request.addfinalizer(page.end)
     request.addfinalizer(lambda: end_jobs(tmp_path))
-    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior",
+                            {"behavior": "allow", "downloadPath": str(tmp_path)})
     browser.get(page.url)
     until(lambda: "No runs yet" in browser.find_element("id", "message").text)
     click(browser, "Start", "nav a")
@@ -72,13 +80,16 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     for number, name in enumerate(("one", "two")):
         fill(browser, "out_dir", f"out/{name}")
         fill(browser, "seed", number)
-        until(lambda: f"--out_dir=out/{name}" in text(browser) and f"--seed={number}" in text(browser))
+        until(lambda: f"--out_dir=out/{name}" in text(browser)
+              and f"--seed={number}" in text(browser))
         click(browser, "Put into the queue")
         until(lambda: f"out/{name}" in browser.find_element("css selector", ".job").text)
     fill(browser, "out_dir", "out/sweep")
     fill(browser, "max_iters", 40)
     script(browser, "document.querySelector('[aria-label=\"Sweep learning_rate\"]').click()")
-    browser.find_element("css selector", "input[type=text][aria-label='Sweep learning_rate']").send_keys("1e-3, 3e-3, 1e-2")
+    browser.find_element(
+        "css selector", "input[type=text][aria-label='Sweep learning_rate']"
+    ).send_keys("1e-3, 3e-3, 1e-2")
     until(lambda: "sweep.py" in text(browser))
     click(browser, "Put into the queue")
     until(lambda: len(browser.find_elements("css selector", ".job[data-state=running]")) == 2)
@@ -88,11 +99,13 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     until(lambda: "iter" in browser.find_element("css selector", ".job:last-child pre").text)
     picture(browser, "start")
     click(browser, "Runs", "nav a")
-    until(lambda: text(browser).count("● training") == 1)  # they differ in the seed alone
+    # The runs share a row, as they differ only in the seed.
+    until(lambda: text(browser).count("● training") == 1)
     click(browser, "▸ ", "td button")
     until(lambda: text(browser).count("● training") == 3)
     click(browser, "out/one", "td a")
-    until(lambda: "loss/val" in text(browser) and "● training" in text(browser) and "Samples" in text(browser))
+    until(lambda: "loss/val" in text(browser) and "● training" in text(browser)
+          and "Samples" in text(browser))
     check_page(browser)
     picture(browser, "follow")
     click(browser, "Stop")
@@ -102,13 +115,16 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     until(lambda: "● training" in text(browser))
     click(browser, "Stop")
     until(lambda: "stopped by" in text(browser))
-    until(lambda: json.loads((state_folder(tmp_path / "out") / "jobs.json").read_text())["jobs"][2]["state"] == "ended")
-    click(browser, "All runs", "a") if browser.find_elements("link text", "All runs") else click(browser, "Runs", "nav a")
+    until(lambda: json.loads((state_folder(tmp_path / "out") / "jobs.json").read_text())
+          ["jobs"][2]["state"] == "ended")
+    (click(browser, "All runs", "a") if browser.find_elements("link text", "All runs")
+     else click(browser, "Runs", "nav a"))
     until(lambda: "out/sweep/2" in text(browser) and "Settings and result" in text(browser))
     check_page(browser)
     picture(browser, "runs")
     click(browser, "Save as one HTML file")
-    saved = until(lambda: (tmp_path / "runs.html").exists() and (tmp_path / "runs.html").read_text())
+    saved = until(lambda: (tmp_path / "runs.html").exists()
+                  and (tmp_path / "runs.html").read_text())
     assert "out/sweep/2" in saved and "<svg" in saved
     click(browser, "▸ ", "td button")
     click(browser, "out/two", "td a")
@@ -119,7 +135,8 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     talk(browser)
     script(browser, "document.getElementById('theme').click()")
     check_page(browser)
-    for name in "start", "run?run=out/one", "runs", "inside", "talk":  # in dark colours, then on a phone
+    # Each view in dark colours, then at the width of a phone.
+    for name in "start", "run?run=out/one", "runs", "inside", "talk":
         script(browser, f"location.hash = '#{name}'")
         until(lambda: len(text(browser)) > 50)
         time.sleep(1)
@@ -144,7 +161,8 @@ def look_inside(browser):
     until(lambda: browser.find_elements("css selector", "main canvas"))
     check_page(browser)
     picture(browser, "inside")
-    script(browser, "document.querySelector('main canvas').closest('button').click()")  # its words
+    # Show the words of the first head.
+    script(browser, "document.querySelector('main canvas').closest('button').click()")
     until(lambda: len(browser.find_elements("css selector", "main svg line")) > 10)
     for view in "Query × key", "Probabilities", "Logit lens", "Embeddings", "Weights":
         click(browser, view)
@@ -161,29 +179,37 @@ def talk(browser):
     names = [option.text for option in browser.find_elements("css selector", "#model0 option")]
     assert {"out/one", "out/two", *(f"out/sweep/{n}" for n in (1, 2, 3))} <= set(names), names
     for n in 0, 1:
-        script(browser, "const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('change'))",
-               f"model{n}", names[n])
+        script(browser, "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
+               "e.dispatchEvent(new Event('change'))", f"model{n}", names[n])
     words = browser.find_element("id", "words")
     words.clear()
     words.send_keys("To be")
-    script(browser, "const e = document.getElementById('max_tokens'); e.value = 40; e.dispatchEvent(new Event('change'))")
+    script(browser, "const e = document.getElementById('max_tokens'); e.value = 40; "
+           "e.dispatchEvent(new Event('change'))")
     click(browser, "Continue")
     said = lambda: [pane.text for pane in browser.find_elements("css selector", "#panes section")]
-    until(lambda: len(said()) == 2 and all(re.search(r"To be.+\n\d+ tokens/s", pane, re.S) for pane in said()))
+    until(lambda: len(said()) == 2 and all(
+        re.search(r"To be.+\n\d+ tokens/s", pane, re.S) for pane in said()))
     assert script(browser, "return !document.getElementById('go').disabled")
     check_page(browser)
     picture(browser, "talk")
 
 
-# ---- 200 runs ----------------------------------------------------------------------------------------------------
+# ---- 200 runs ------------------------------------------------------------------------------------
 
 def write_row(out, number, i, rng):
-    row = {"iter": i * 20, "tokens": i * 20 * 1152, "epoch": i / 100, "grad/norm": rng.random(), "grad/skipped": 0, "lr": 1e-3,
-           "loss/train": 1 + number / 300 + 4 * math.exp(-i / (80 + number)) + rng.gauss(0, 0.05),
-           "perf/tokens_per_sec": 5e4 + rng.gauss(0, 500), "perf/iter_ms": 20.5, "perf/peak_mib": 300.5, "mfu": 40.1}
-    row |= {f"norm/{kind}/{layer}": rng.random() for kind in ("grad", "weight", "update") for layer in ("embed", 0, 1, "head")}
+    row = {
+        "iter": i * 20, "tokens": i * 20 * 1152, "epoch": i / 100, "grad/norm": rng.random(),
+        "grad/skipped": 0, "lr": 1e-3,
+        "loss/train": 1 + number / 300 + 4 * math.exp(-i / (80 + number)) + rng.gauss(0, 0.05),
+        "perf/tokens_per_sec": 5e4 + rng.gauss(0, 500), "perf/iter_ms": 20.5,
+        "perf/peak_mib": 300.5, "mfu": 40.1
+    }
+    row |= {f"norm/{kind}/{layer}": rng.random()
+            for kind in ("grad", "weight", "update") for layer in ("embed", 0, 1, "head")}
     if i % 25 == 0:
-        row |= {"loss/val": row["loss/train"] + 0.05, "bpb/val": row["loss/train"] / 3, "samples": [["Once", "greedily", "x" * 300]]}
+        row |= {"loss/val": row["loss/train"] + 0.05, "bpb/val": row["loss/train"] / 3,
+                "samples": [["Once", "greedily", "x" * 300]]}
     out.write(json.dumps(row | {"time": 1.7e9 + number * 1e5 + i * 0.5}) + "\n")
 
 
@@ -193,7 +219,8 @@ def many(tmp_path_factory):
     for number in range(RUNS):
         run = folder / f"out/run{number:03d}"
         run.mkdir(parents=True)
-        config = {"learning_rate": 10 ** rng.uniform(-4, -2), "batch_size": 4 << number % 3, "seed": number % 4, "max_iters": 40000}
+        config = {"learning_rate": 10 ** rng.uniform(-4, -2), "batch_size": 4 << number % 3,
+                  "seed": number % 4, "max_iters": 40000}
         (run / "config.json").write_text(json.dumps(config))
         with open(run / "log.jsonl", "w") as out:
             for i in range(ROWS):
@@ -219,17 +246,18 @@ def test_200_runs_of_2000_rows(many, browser):
     read = time.monotonic() - since
     until(lambda: len(browser.find_elements("css selector", "tbody tr")) == RUNS)
     warm = sorted(first_picture(browser, many.url) for _ in range(3))
-    print(f"\nfirst picture: {cold:.2f} s of a page that has just begun, all read after {read:.1f} s; then "
-          f"{', '.join(f'{s:.2f}' for s in warm)} s")
+    print(f"\nfirst picture: {cold:.2f} s of a page that has just begun, all read after "
+          f"{read:.1f} s; then {', '.join(f'{s:.2f}' for s in warm)} s")
     time.sleep(3)
     delays = []
     for i in range(5):
         now, since = script(browser, "return performance.now()"), time.monotonic()
         with open(many.folder / "out/run100/log.jsonl", "a") as out:
             write_row(out, 100, ROWS + i, random.Random(i))
-        until(lambda: script(browser, "return performance.getEntriesByName('redrawn')[0]?.startTime > arguments[0]"
-                                      " && Bokeh.documents.every(d => [...d.roots()][0].x_range.end > arguments[1])",
-                             now, (ROWS + i) * 20 * 1152))
+        until(lambda: script(
+            browser, "return performance.getEntriesByName('redrawn')[0]?.startTime > arguments[0]"
+            " && Bokeh.documents.every(d => [...d.roots()][0].x_range.end > arguments[1])",
+            now, (ROWS + i) * 20 * 1152))
         delays.append(time.monotonic() - since)
     most, now = memory(many.process)
     print(f"a live row is on the chart after {', '.join(f'{s:.2f}' for s in delays)} s")
@@ -271,12 +299,14 @@ def test_1000_connections(many):
         held.append(connection)
     since = time.monotonic()
     assert many.ask("/")[0] == 200
-    print(f"\nan answer behind 1,000 connections: {time.monotonic() - since:.2f} s, {threads(many)} threads")
+    print(f"\nan answer behind 1,000 connections: {time.monotonic() - since:.2f} s, "
+          f"{threads(many)} threads")
     assert threads(many) < 110
     for connection in held:
         connection.close()
     body = b"x" * (100 << 20)
-    request = f"POST /api/start HTTP/1.1\r\nHost: localhost\r\nCookie: llamac_{many.port}={many.token}\r\nContent-Length: {len(body)}\r\n\r\n"
+    request = ("POST /api/start HTTP/1.1\r\nHost: localhost\r\n"
+               f"Cookie: llamac_{many.port}={many.token}\r\nContent-Length: {len(body)}\r\n\r\n")
     answer = many.raw(request.encode() + body)[:20]  # empty if the server closes before all is sent
     assert (b" 413 " in answer or not answer) and many.process.poll() is None
     slow = socket.create_connection(("127.0.0.1", many.port))

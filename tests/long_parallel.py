@@ -1,6 +1,6 @@
 """
-Two processes give one process's curve (make test-long; some minutes, most of them of compiling): DDP and FSDP2, compiled, in
-float32 and by autocast to bfloat16. doc/lab/gpu.md shows the lines printed.
+Two processes give the losses of one (make test-long; some minutes, most of them of compiling): DDP
+and FSDP2, compiled, in float32 and by autocast to bfloat16. doc/lab/gpu.md shows the printed lines.
 """
 import pytest
 
@@ -11,16 +11,16 @@ COMPILED, SHARDED = "--compile=True", "--fsdp=True"
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def alone(request, folder):  # noqa: F811
-    """(folder, dtype, settings) of a run of one process, not compiled."""
-    args = ["--data=my.txt", "--max_iters=60", "--batch_size=4", "--gradient_accumulation_steps=2", "--warmup_iters=10",
-            "--dim=64", f"--dtype={request.param}"]
+    """Return (folder, dtype, settings) of a run of one process without compilation."""
+    args = ["--data=my.txt", "--max_iters=60", "--batch_size=4", "--gradient_accumulation_steps=2",
+            "--warmup_iters=10", "--dim=64", f"--dtype={request.param}"]
     done = run(folder, *args, f"--out_dir={request.param}")
     assert done.returncode == 0, done.stderr
     return folder, request.param, args
 
 
-@pytest.mark.parametrize("name, more", [("DDP, compiled", [COMPILED]), ("FSDP2", [SHARDED]),
-                                        ("FSDP2, compiled", [SHARDED, COMPILED])])
+@pytest.mark.parametrize("name, more", [
+    ("DDP, compiled", [COMPILED]), ("FSDP2", [SHARDED]), ("FSDP2, compiled", [SHARDED, COMPILED])])
 def test_two_processes_give_the_curve_of_one(alone, name, more):
     where, dtype, args = alone
     out = f"{dtype} {name}"
@@ -28,6 +28,8 @@ def test_two_processes_give_the_curve_of_one(alone, name, more):
     assert done.returncode == 0, done.stderr
     one, two = losses(where, dtype), losses(where, out)
     assert one.keys() == two.keys() and len(one) > 10
-    apart = [abs(a - b) / a for step in one for a, b in zip(one[step][:3], two[step][:3]) if a is not None]
-    print(f"{name}, {dtype}: {len(apart)} losses, at most {max(apart):.1e} apart; from {one[5][0]:.3f} to {one[60][0]:.3f}")
+    apart = [abs(a - b) / a for step in one
+             for a, b in zip(one[step][:3], two[step][:3]) if a is not None]
+    print(f"{name}, {dtype}: {len(apart)} losses, at most {max(apart):.1e} apart; "
+          f"from {one[5][0]:.3f} to {one[60][0]:.3f}")
     assert max(apart) <= (1e-5 if dtype == "float32" else 5e-3)

@@ -1,6 +1,6 @@
-"""
-The long proof that tracking never stops a training (part of make test-long): four faults, ten times each. Prints the
-figures that doc/lab/tracking.md quotes.
+"""Long test that tracking never stops a training (part of make test-long).
+
+It injects each of four faults ten times, and prints the figures that doc/lab/tracking.md quotes.
 """
 import os
 import signal
@@ -19,7 +19,11 @@ ROUNDS = 10
 
 
 def watch(process):
-    """The seconds from the trainer's last line before tracking starts to its next one, and its other lines."""
+    """Read the trainer's stdout in a thread.
+
+    Return a dictionary with its "lines" so far, and as "begin" the time of its line "train:", the
+    last one before tracking starts.
+    """
     seen = {"lines": []}
 
     def read():
@@ -33,7 +37,7 @@ def watch(process):
 
 
 def kill_service(pid):
-    """The service of W&B's client, which works in a process that the trainer has started."""
+    """Kill the W&B client's service, a grandchild of the trainer."""
     for child in children(pid):
         for service in children(child):
             os.kill(service, signal.SIGKILL)
@@ -41,15 +45,20 @@ def kill_service(pid):
 
 @pytest.mark.parametrize("fault", ["dead", "dies", "service", "hangs"])
 def test_a_fault_neither_stops_nor_delays_the_training(folder, fault):  # noqa: F811
-    """dead: no server; dies: it goes in mid-run; service: W&B's own process is killed; hangs: a server that says nothing."""
+    """Inject a fault.
+
+    dead: there is no server. dies: the server stops in the middle of the run. service: W&B's own
+    process is killed. hangs: the server accepts connections and never answers.
+    """
     delays = []
     for number in range(ROUNDS):
         silent = socket.create_server(("127.0.0.1", 0))
         server = Server() if fault in ("dies", "service") else None
-        url = server.url if server else "http://127.0.0.1:9" if fault == "dead" else \
-            f"http://127.0.0.1:{silent.getsockname()[1]}"
+        url = (server.url if server else "http://127.0.0.1:9" if fault == "dead"
+               else f"http://127.0.0.1:{silent.getsockname()[1]}")
         out = f"{fault}{number}"
-        process = start(folder, url, "train.py", *TINY, "--max_iters=1000000", "--eval_interval=1000000", f"--out_dir={out}")
+        process = start(folder, url, "train.py", *TINY, "--max_iters=1000000",
+                        "--eval_interval=1000000", f"--out_dir={out}")
         seen, log = watch(process), folder / out / "log.jsonl"
 
         def wait_for(n):
@@ -65,7 +74,7 @@ def test_a_fault_neither_stops_nor_delays_the_training(folder, fault):  # noqa: 
             server.stop()
         if fault == "service":
             kill_service(process.pid)
-        wait_for(len(read_rows(log)) + 100)  # training goes on
+        wait_for(len(read_rows(log)) + 100)  # training continues
         process.kill()
         process.wait()
         silent.close()
@@ -73,6 +82,6 @@ def test_a_fault_neither_stops_nor_delays_the_training(folder, fault):  # noqa: 
             server.stop()
         iters = [row["iter"] for row in read_rows(log)]
         assert iters == list(range(0, 5 * len(iters), 5))
-    print(f"\n{fault}: {ROUNDS} times, no training stopped, no row missing after kill -9; the start took "
-          f"{min(delays):.1f} to {max(delays):.1f} s")
+    print(f"\n{fault}: {ROUNDS} times, no training stopped, no row missing after kill -9; "
+          f"the start took {min(delays):.1f} to {max(delays):.1f} s")
     assert max(delays) <= 5

@@ -1,7 +1,9 @@
-// The guesses of --lookup, for test_lookup.py. `lookup guesses` reads lines of tokens after a max and writes the guesses; `lookup
-// costs` reads lines "SEED STEPS REPEATS SLOPE NOISE": a text of STEPS tokens, of which a share of REPEATS continues an
-// earlier place of it, on a machine where each guess makes a call of 1 longer by SLOPE and other programs disturb a share of NOISE
-// of the calls. Writes the time that it takes, guesses, and right ones.
+// Runs the guessing of --lookup (cli/lookup.h), for test_lookup.py.
+//   lookup guesses  reads lines "MAX TOKEN ...". Prints up to MAX guesses for each.
+//   lookup costs    reads lines "SEED STEPS REPEATS SLOPE NOISE". Simulates a text of STEPS tokens
+//                   for each. A guess is right with probability REPEATS. A call takes time 1, and
+//                   SLOPE more for each guess. Other programs slow down a share NOISE of the calls.
+//                   Prints the time, the number of guesses and the number of right guesses.
 #include <stdio.h>
 #include <stdlib.h>
 #include "../cli/lookup.h"
@@ -35,11 +37,12 @@ static void costs(void) {
         state = 0x9e3779b97f4a7c15ull + seed;
         for (int i = 0; i < 10; i++) uniform();
         Lookup l = {.on = true};
-        double total = 0; // without disturbances, which the program would have without guesses too
+        double total = 0; // excludes disturbances, which would occur without guesses too
         int max = FIRST_GUESSES;
         for (int done = 0; done < steps;) {
             int n = may_guess(&l, 1) ? max : 0, right = 0;
-            double seconds = 1 + n * slope, disturbed = uniform() < noise ? seconds * (1 + 50 * uniform()) : seconds;
+            double seconds = 1 + n * slope,
+                   disturbed = uniform() < noise ? seconds * (1 + 50 * uniform()) : seconds;
             while (right < n && uniform() < repeats) right++;
             total += seconds;
             count_call(&l, 1, n, disturbed);

@@ -1,5 +1,7 @@
-// Prints how many bytes runtime/os.c finds free, with the system's files below a folder.
-//   memory FOLDER
+// Prints how many bytes of memory runtime/os.c finds free. It reads FOLDER/proc and FOLDER/sys in
+// place of the system's files.
+//
+// Usage: memory FOLDER
 #include <stdio.h>
 #include "../runtime/os.h"
 

@@ -1,9 +1,13 @@
 """
-Every file format that Python reads, mutated: a reader either reads the file or ends in one line with exit code 2. A process
-reads one mutant after the other; the parent sees where it crashed or hung, and goes on behind that mutant.
+Mutate every file format that Python reads.
 
-    FORMATS           {name: (function that writes good files into a folder and returns their paths, function that reads them)}
-    mutate(name, ...) reads mutants of a format, and returns what went wrong and the peak memory
+A reader either reads the mutant or ends with a one-line error and exit code 2. A child process
+reads the mutants one after the other; if it crashes or hangs, the parent records the mutant and
+starts another child with the next one.
+
+    FORMATS  {name: (function that writes valid files to a folder and returns their paths,
+              function that reads them)}
+    mutate   reads mutants of a format; returns failures, number of refusals and peak memory
 """
 import contextlib
 import gzip
@@ -43,19 +47,23 @@ from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = "once upon a time there was a little girl who played outside, in the park: Girl outside, 12 girls of 7."
-SECONDS = 30   # that a reader may take for a mutant
-MEMORY = 2048  # MB that a process may have
-ODD = [None, True, [], {}, "", "x", "../../x", "/dev/zero", -1, 0, 1, 2.5, 1e308, -1e30, 1 << 31, 1 << 63, 10 ** 40, 10 ** 4000, [[]] * 9,
-       {"a": []}, "\ud800", "\x1b[2J", "NaN", [1] * 1000]
+TEXT = ("once upon a time there was a little girl who played outside, in the park: "
+        "Girl outside, 12 girls of 7.")
+SECONDS = 30   # max seconds without a report from a reader
+MEMORY = 2048  # max peak memory of a process in MB
+ODD = [
+    None, True, [], {}, "", "x", "../../x", "/dev/zero", -1, 0, 1, 2.5, 1e308, -1e30, 1 << 31,
+    1 << 63, 10 ** 40, 10 ** 4000, [[]] * 9, {"a": []}, "\ud800", "\x1b[2J", "NaN", [1] * 1000
+]
 
 
-# ---- good files, and readers that leave nothing unread
+# ---- valid files, and readers that read all of each file
 
 def small_model(vocabulary):
     torch.manual_seed(1)
-    return Transformer(ModelArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=vocabulary.vocab_size, hidden_dim=32,
-                                 max_seq_len=16))
+    return Transformer(
+        ModelArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=vocabulary.vocab_size,
+                  hidden_dim=32, max_seq_len=16))
 
 
 def sentencepiece(folder):
@@ -68,7 +76,7 @@ def sentencepiece(folder):
 
 
 def use(vocabulary):
-    """Encode, decode and write out."""
+    """Encode, decode and convert to the other vocabulary formats."""
     if vocabulary:
         ids = vocabulary.encode(TEXT + " \u2581<s>é日\n\0", bos=True, eos=True)
         vocabulary.decode([i for i in ids if i < vocabulary.vocab_size])
@@ -120,7 +128,7 @@ def our_json(folder):
 
 
 def in_shards(folder):
-    """A Hugging Face folder of two files and their index."""
+    """Write a Hugging Face folder with two weight files and their index."""
     from safetensors.torch import load_file, save_file
     exported("hf")(folder)
     whole, where = load_file(folder / "m/model.safetensors"), {}
@@ -135,8 +143,10 @@ def in_shards(folder):
 def of_meta(folder):
     vocabulary = sentencepiece(folder)
     model = small_model(vocabulary)
-    torch.save(dict(model.named_parameters()) | {"rope.freqs": torch.ones(4)}, folder / "consolidated.00.pth")
-    args = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "norm_eps": 1e-5, "vocab_size": vocabulary.vocab_size}
+    torch.save(dict(model.named_parameters()) | {"rope.freqs": torch.ones(4)},
+               folder / "consolidated.00.pth")
+    args = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "norm_eps": 1e-5,
+            "vocab_size": vocabulary.vocab_size}
     (folder / "params.json").write_text(json.dumps(args))
     return [folder / "consolidated.00.pth", folder / "consolidated.00.pth", folder / "params.json"]
 
@@ -156,14 +166,16 @@ def run_files(folder):
     state = progress.new_state(s, progress.NO_LIMIT, signature) | {"step": 1}
     saved = {"args": asdict(model.args), "model": dict(model.named_parameters())}
     train = {"optimizer": opt.state_dict(), "state": state}
-    checkpoint.save(folder, checkpoint.Contents(1, saved, train, s.as_dict(), folder / "tokenizer.model", 1.0))
-    (folder / "trainer.json").write_text(json.dumps({"made_by": "llamac", "pid": 1, "host": "h", "since": "now"}))
+    checkpoint.save(folder, checkpoint.Contents(1, saved, train, s.as_dict(),
+                                                folder / "tokenizer.model", 1.0))
+    (folder / "trainer.json").write_text(
+        json.dumps({"made_by": "llamac", "pid": 1, "host": "h", "since": "now"}))
     step = folder / "checkpoints/step_00000001"
     return [*sorted(step.iterdir()), folder / "best", folder / "latest", folder / "trainer.json"]
 
 
 def read_run(folder):
-    """What sample.py, export.py and a resumed training read of a run."""
+    """Read what sample.py, export.py and a resumed training read from a run."""
     read_model(folder)
     step = checkpoint.locate(folder)
     s = knobs(folder)
@@ -177,21 +189,23 @@ def read_run(folder):
 
 
 def lora_files(folder):
-    """A run of a LoRA from a base with one token less, some of whose matrices are in Q8_0."""
+    """Write a LoRA run whose base has one token less and some matrices in Q8_0."""
     vocabulary = sentencepiece(folder)
-    spec = lora.LoRA(2, ("wq", "w2"), 16.0, torch.float32, frozenset({"layers.1.feed_forward.w2"}), vocabulary.vocab_size - 1)
+    spec = lora.LoRA(2, ("wq", "w2"), 16.0, torch.float32, frozenset({"layers.1.feed_forward.w2"}),
+                     vocabulary.vocab_size - 1)
     model = lora.build(small_model(vocabulary).args, spec, "cpu")
     for p in model.parameters():
         p.data.fill_(1)
     trained, frozen = lora.split(model)
     saved = {"args": asdict(model.args), "model": trained, "chat": {}} | lora.stored(spec)
-    checkpoint.save(folder, checkpoint.Contents(1, saved, {}, {"init_from": "m"}, folder / "tokenizer.model", 1.0, frozen))
+    checkpoint.save(folder, checkpoint.Contents(1, saved, {}, {"init_from": "m"},
+                                                folder / "tokenizer.model", 1.0, frozen))
     step = folder / "checkpoints/step_00000001"
     return [step / "model.pt", step / "model.pt", step / "frozen.pt", step / "checkpoint.json"]
 
 
 def read_lora(folder):
-    """What a resumed training and export.py read of it besides what read_run does."""
+    """Read what a resumed training and export.py read from a LoRA run and not from other runs."""
     step = checkpoint.locate(folder)
     spec = load.plan_lora(None, torch.float32, step, True)
     if spec:
@@ -201,26 +215,33 @@ def read_lora(folder):
 
 
 def adapters_of_peft(folder):
-    """A Hugging Face folder, and PEFT's of adapters to it."""
+    """Write a Hugging Face folder and a PEFT folder with adapters for it."""
     from safetensors.torch import save_file
     exported("hf")(folder)
     (folder / "a").mkdir()
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "base_model_name_or_path": str(folder / "m"),
-              "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
+    config = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none",
+        "base_model_name_or_path": str(folder / "m"), "target_modules": ["q_proj"],
+        "trainable_token_indices": [3, 4]
+    }
     (folder / "a/adapter_config.json").write_text(json.dumps(config))
-    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{letter}.weight" for n in range(2) for letter in "AB"]
-    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 16)}
-    save_file({name: torch.ones((2, 16) if "_A" in name else (16, 2)) for name in names} | rows, folder / "a/adapter_model.safetensors")
+    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{letter}.weight"
+             for n in range(2) for letter in "AB"]
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta":
+            torch.ones(2, 16)}
+    save_file({name: torch.ones((2, 16) if "_A" in name else (16, 2)) for name in names} | rows,
+              folder / "a/adapter_model.safetensors")
     return [folder / "a/adapter_config.json", folder / "a/adapter_model.safetensors"]
 
 
 def fitting_manifest(folder):
-    """Make the manifest of a checkpoint that of its files, so that a mutant of these is read at all."""
+    """Update a checkpoint's manifest to the mutated files, so that readers get past its hashes."""
     for path in folder.glob("checkpoints/*/checkpoint.json"):
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError, KeyError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError,
+                                 KeyError):
             found = json.loads(path.read_bytes())
-            found["files"] = {name: checkpoint.size_and_sha256(path.parent / name) for name in found["files"]
-                              if (path.parent / name).is_file()}
+            found["files"] = {name: checkpoint.size_and_sha256(path.parent / name)
+                              for name in found["files"] if (path.parent / name).is_file()}
             path.write_text(json.dumps(found))
 
 
@@ -230,27 +251,36 @@ def prepared(folder):
     ids = vocabulary.encode(TEXT * 20, bos=True, eos=True)
     for name in "train", "val":
         np.array(ids, "<u2").tofile(folder / f"{name}.bin")
-    counts = {f"{split}_{what}": {"tokens": len(ids), "documents": 1, "bytes": len(ids) - 2}[what] for split in ("train", "val")
-              for what in ("tokens", "documents", "bytes")}
-    meta = {"version": 1, "vocab_size": 259, "vocab_source": "byte", "tokenizer": "tokenizer.json", "source": "x",
-            "tokenizer_sha256": vocabulary.sha256(), "dtype": "uint16", "fingerprint": prepare.fingerprint(folder)} | counts
+    counts = {
+        f"{split}_{what}": {"tokens": len(ids), "documents": 1, "bytes": len(ids) - 2}[what]
+        for split in ("train", "val") for what in ("tokens", "documents", "bytes")
+    }
+    meta = {
+        "version": 1, "vocab_size": 259, "vocab_source": "byte", "tokenizer": "tokenizer.json",
+        "source": "x", "tokenizer_sha256": vocabulary.sha256(), "dtype": "uint16",
+        "fingerprint": prepare.fingerprint(folder)
+    } | counts
     (folder / "meta.json").write_text(json.dumps(meta))
-    return [folder / "meta.json"] * 3 + [folder / "train.bin", folder / "val.bin", folder / "tokenizer.json"]
+    return [folder / "meta.json"] * 3 + [folder / "train.bin", folder / "val.bin",
+                                         folder / "tokenizer.json"]
 
 
 def read_prepared(folder):
     dataset = Dataset(prepare.load(folder), 16, 2, 2, 1)
-    dataset.make_batch(0), dataset.make_batch(3), dataset.probe_batches(2), dataset.bits_per_byte(1.0)
+    (dataset.make_batch(0), dataset.make_batch(3), dataset.probe_batches(2),
+     dataset.bits_per_byte(1.0))
     for _ in dataset.eval_batches("val", 64, 64):
         pass
 
 
 def fitting_meta(folder):
-    """Make the hashes of prepared data those of its files."""
+    """Update the hashes in the metadata of prepared data to the mutated files."""
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         found = json.loads((folder / "meta.json").read_bytes())
-        found |= {"fingerprint": prepare.fingerprint(folder),
-                  "tokenizer_sha256": hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()}
+        found |= {
+            "fingerprint": prepare.fingerprint(folder),
+            "tokenizer_sha256": hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        }
         (folder / "meta.json").write_text(json.dumps(found))
 
 
@@ -270,7 +300,8 @@ def table(name):
         lines = ["\n".join(json.dumps(row) for row in ROWS)]
         if mark:
             lines = [f"n{mark}text", *(f'{row["n"]}{mark}"{row["text"]}"' for row in ROWS)]
-        text = json.dumps(ROWS) if end == "json" else TEXT * 40 if end == "txt" else "\n".join(lines)
+        text = (json.dumps(ROWS) if end == "json" else TEXT * 40 if end == "txt"
+                else "\n".join(lines))
         packed = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
         path.write_bytes(packed(text.encode()))
         return [path]
@@ -284,7 +315,8 @@ def read_table(folder):
     copies.mkdir(exist_ok=True)
     prepare.text_bytes(path)
     try:
-        here, (found, _), _ = readers.readable(path, copies / "0", "text", lambda here: scan(here, "text"))
+        here, (found, _), _ = readers.readable(path, copies / "0", "text",
+                                               lambda here: scan(here, "text"))
         rows = np.insert(found, 0, 0, axis=1)
         for _ in Corpus(rows, [str(here)]).texts(rows):
             pass
@@ -294,8 +326,11 @@ def read_table(folder):
         configurator.fail(f"{e.filename}: {e.strerror or e}")
 
 
-TALK = [{"messages": [{"role": "system", "content": "Be brief."}] * (n % 2)
-         + [{"role": "user", "content": TEXT[n:]}, {"role": "assistant", "content": f"Yes {n}."}] * (1 + n % 3)} for n in range(40)]
+TALK = [{
+    "messages": ([{"role": "system", "content": "Be brief."}] * (n % 2)
+                 + [{"role": "user", "content": TEXT[n:]},
+                    {"role": "assistant", "content": f"Yes {n}."}] * (1 + n % 3))
+} for n in range(40)]
 
 
 def talk(name):
@@ -305,14 +340,15 @@ def talk(name):
             from pyarrow import parquet
             parquet.write_table(pyarrow.Table.from_pylist(TALK), folder / name, row_group_size=15)
         else:
-            (folder / name).write_text("\n".join(map(json.dumps, TALK)) if name.endswith("l") else json.dumps(TALK))
+            (folder / name).write_text(
+                "\n".join(map(json.dumps, TALK)) if name.endswith("l") else json.dumps(TALK))
         return [folder / name]
 
     return make
 
 
 def read_talk(folder):
-    """Conversations, encoded; a mutant may hold texts instead."""
+    """Read and encode conversations; a mutant may hold plain texts instead."""
     path, intake = next(p for p in folder.iterdir() if p.name.startswith("a.")), Intake()
     (folder / "copies").mkdir(exist_ok=True)
     chat = Chat(CHATML, Bytes())
@@ -338,11 +374,13 @@ def prepared_talk(folder):
         ids, marks = ids + found[0], marks + found[1]
     paths = prepared(folder)
     chat.tokenizer.save(folder / "tokenizer.json")
-    meta = json.loads((folder / "meta.json").read_text()) | {"vocab_size": 261, "chat_template": CHATML}
+    meta = (json.loads((folder / "meta.json").read_text())
+            | {"vocab_size": 261, "chat_template": CHATML})
     for split in "train", "val":
         np.array(ids, "<u2").tofile(folder / f"{split}.bin")
         np.array(marks, "u1").tofile(folder / f"{split}_mask.bin")
-        meta |= {f"{split}_tokens": len(ids), f"{split}_documents": 40, f"{split}_answer_tokens": 900, f"{split}_answer_bytes": 800}
+        meta |= {f"{split}_tokens": len(ids), f"{split}_documents": 40,
+                 f"{split}_answer_tokens": 900, f"{split}_answer_bytes": 800}
     (folder / "meta.json").write_text(json.dumps(meta))
     fitting_meta(folder)
     return [*paths, folder / "train_mask.bin", folder / "val_mask.bin"]
@@ -351,7 +389,8 @@ def prepared_talk(folder):
 def read_prepared_talk(folder):
     for length in 256, 1024:
         dataset = Dataset.of(prepare.load(folder), length, 2, 2, 1)
-        dataset.make_batch(0), dataset.make_batch(3), dataset.probe_batches(2), dataset.bits_per_byte(1.0)
+        (dataset.make_batch(0), dataset.make_batch(3), dataset.probe_batches(2),
+         dataset.bits_per_byte(1.0))
         for _ in dataset.eval_batches("val", 64, 64):
             pass
 
@@ -377,7 +416,8 @@ run_cap: 3
 
 def read_settings(folder):
     path = str(next(folder.iterdir()))
-    g = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()} | {"__file__": str(ROOT / "train.py")}
+    g = ({name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()}
+         | {"__file__": str(ROOT / "train.py")})
     configurator.configure(g, argv=[path])
 
 
@@ -392,8 +432,8 @@ def read_sweep(folder):
 
 
 def logged(folder):
-    rows = [{"iter": n, "tokens": 100 * n, "time": float(n), "loss/train": 3.0 - n / 9} | ({"loss/val": 2.0} if n % 3 else {})
-            for n in range(12)]
+    rows = [{"iter": n, "tokens": 100 * n, "time": float(n), "loss/train": 3.0 - n / 9}
+            | ({"loss/val": 2.0} if n % 3 else {}) for n in range(12)]
     (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (folder / "config.json").write_text(json.dumps({"dim": 4, "learning_rate": 0.1, "data": "x"}))
     return [folder / "log.jsonl", folder / "log.jsonl", folder / "config.json"]
@@ -407,7 +447,8 @@ def read_logged(folder):
         configurator.fail(e)
 
 
-LABELLED = [{"prompt": "a", "expected": "b", "classes": ["b", "c"]}, {"context": "a", "choices": ["b", "c"], "answer": 1},
+LABELLED = [{"prompt": "a", "expected": "b", "classes": ["b", "c"]},
+            {"context": "a", "choices": ["b", "c"], "answer": 1},
             {"good": "a b", "bad": "b a", "kind": "order"}]
 
 
@@ -427,10 +468,12 @@ FORMATS = {
     "gguf": (exported("gguf"), lambda f: read_model(f / "m.gguf")),
     "gguf q4_0": (exported("gguf", "q4_0"), lambda f: read_model(f / "m.gguf")),
     "gguf with bpe": (exported("gguf", vocabulary=byte_level), lambda f: read_model(f / "m.gguf")),
-    **{f"llama2.c {v}": (exported(v), lambda f: read_model(f / "m.bin", str(f / "tokenizer.bin"))) for v in ("v0", "v1", "v2")},
+    **{f"llama2.c {v}": (exported(v), lambda f: read_model(f / "m.bin", str(f / "tokenizer.bin")))
+       for v in ("v0", "v1", "v2")},
     "tokenizer.model": (only_tokenizer, lambda f: use(Tokenizer.load(f / "tokenizer.model"))),
     "tokenizer.json": (tokenizer_json, lambda f: use(Tokenizer.load(f / "m/tokenizer.json"))),
-    "our tokenizer.json": (our_json, lambda f: [use(Tokenizer.load(f / name)) for name in ("a.json", "b.json")]),
+    "our tokenizer.json": (
+        our_json, lambda f: [use(Tokenizer.load(f / name)) for name in ("a.json", "b.json")]),
     "hugging face": (exported("hf"), lambda f: read_model(f / "m")),
     "hugging face in shards": (in_shards, lambda f: read_model(f / "m")),
     "meta .pth": (of_meta, read_model),
@@ -439,22 +482,34 @@ FORMATS = {
     "peft": (adapters_of_peft, lambda f: read_model(f / "a")),
     "prepared data": (prepared, read_prepared),
     "prepared conversations": (prepared_talk, read_prepared_talk),
-    **{f"conversations {name}": (talk(f"a.{name}"), read_talk) for name in ("jsonl", "json", "parquet")},
+    **{f"conversations {name}": (talk(f"a.{name}"), read_talk)
+       for name in ("jsonl", "json", "parquet")},
     **{name: (table(f"a.{name}"), read_table)
        for name in ("txt", "jsonl", "json", "csv", "tsv", "parquet", "txt.gz", "jsonl.xz")},
-    "yaml config": (settings("a.yaml", "dim: 64\nlearning_rate: 1e-3\ndata: &x a.txt\nvocab_source: byte\n"), read_settings),
-    "json config": (settings("a.json", '{"dim": 64, "learning_rate": 0.001, "data": "a.txt"}'), read_settings),
+    "yaml config": (
+        settings("a.yaml", "dim: 64\nlearning_rate: 1e-3\ndata: &x a.txt\nvocab_source: byte\n"),
+        read_settings),
+    "json config": (settings("a.json", '{"dim": 64, "learning_rate": 0.001, "data": "a.txt"}'),
+                    read_settings),
     "sweep": (settings("a.yaml", SWEEP), read_sweep),
     "log.jsonl": (logged, read_logged),
     "labelled .jsonl": (labelled, read_labelled),
 }
-FITTING = {"checkpoint": fitting_manifest, "checkpoint of a lora": fitting_manifest, "prepared data": fitting_meta, "prepared conversations": fitting_meta}
+FITTING = {
+    "checkpoint": fitting_manifest, "checkpoint of a lora": fitting_manifest,
+    "prepared data": fitting_meta, "prepared conversations": fitting_meta
+}
 
 
 # ---- mutants
 
 def mutant(data, rng, name):
-    """Return some bytes with a change: of JSON or a pickle often in what it says, else anywhere, more often near the beginning."""
+    """
+    Return `data` with random changes.
+
+    A file of JSON or a pickle often gets another value; other changes are to any byte, more often
+    near the beginning.
+    """
     if name.endswith((".pth", ".pt")) and rng.random() < 0.6:
         return with_pickle(data, rng)
     if name.endswith((".json", ".jsonl")) and rng.random() < 0.6:
@@ -473,7 +528,8 @@ def mutant(data, rng, name):
         if kind < 3:
             data[at] = rng.choice((0, 1, 127, 128, 255, 10, 34, 44, 91, 123, rng.randrange(256)))
         elif kind == 3:
-            data[at:at + 4] = struct.pack("<I", rng.choice((0, 1, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)))
+            data[at:at + 4] = struct.pack(
+                "<I", rng.choice((0, 1, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)))
         elif kind == 4:
             del data[at:at + size]
         elif kind == 5:
@@ -484,7 +540,7 @@ def mutant(data, rng, name):
 
 
 def with_value(data, rng):
-    """JSON, or one line of many, with another value, key or number of digits somewhere."""
+    """Change, rename or delete a value in JSON or in a line of JSONL, or lengthen some numbers."""
     lines = data.split(b"\n")
     n = rng.randrange(len(lines))
     try:
@@ -512,7 +568,7 @@ def with_value(data, rng):
 
 
 def with_pickle(data, rng):
-    """A file of torch.save's whose pickle or other entry has a change, with a sum that fits."""
+    """Mutate the pickle, or rarely another entry, of a torch.save file; its checksum is valid."""
     import io
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
@@ -530,7 +586,11 @@ def with_pickle(data, rng):
 # ---- reading them
 
 def outcome(read, folder, said):
-    """What went wrong when a folder was read, "" where it ended well; `said`: the open file that stands in place of stderr."""
+    """
+    Read a folder and return what went wrong, "" if nothing did.
+
+    A one-line error with exit code 2 is fine. `said` is the open file that replaces stderr.
+    """
     said.seek(0)
     said.truncate()
     try:
@@ -551,7 +611,11 @@ def peak():
 
 
 def serve(name, folder, numbers, pipe):
-    """In the child: read the mutants of these numbers; a line for each of them goes to the pipe."""
+    """
+    Read the mutants of these numbers, in the child.
+
+    For each, write two lines to the pipe: its number before, the outcome after reading it.
+    """
     make, read = FORMATS[name]
     torch.set_num_threads(1)
     shutil.rmtree(folder, ignore_errors=True)
@@ -561,7 +625,8 @@ def serve(name, folder, numbers, pipe):
     with open(f"{folder}.err", "w+b", buffering=0) as said, open(os.devnull, "wb") as nowhere:
         os.dup2(said.fileno(), 2)
         os.dup2(nowhere.fileno(), 1)
-        sys.stdout, sys.stderr = (open(fd, "w", encoding="utf-8", errors="replace", buffering=1) for fd in (1, 2))
+        sys.stdout, sys.stderr = (open(fd, "w", encoding="utf-8", errors="replace", buffering=1)
+                                  for fd in (1, 2))
         said = open(2, "r+b", buffering=0, closefd=False)
         for number in numbers:
             shutil.rmtree(folder, ignore_errors=True)
@@ -569,7 +634,7 @@ def serve(name, folder, numbers, pipe):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             rng = random.Random(f"{name} {number}")
-            if number >= 0:  # -1: the files as they are
+            if number >= 0:  # -1 reads the unchanged files
                 for path in {rng.choice(files) for _ in range(rng.choice((1, 1, 1, 2)))}:
                     path.write_bytes(mutant(path.read_bytes(), rng, path.name))
                 if name in FITTING and rng.random() < 0.8:
@@ -583,7 +648,7 @@ def serve(name, folder, numbers, pipe):
 
 
 def mutate(name, folder, numbers):
-    """Read the mutants of a format. Returns ([what went wrong with which], how many were refused, peak MB of a process)."""
+    """Read mutants of a format; return (failures, number of refusals, peak memory in MB)."""
     wrong, refused, most, numbers = [], 0, 0, [-1, *numbers]
     while numbers:
         ours, theirs = os.pipe()
@@ -613,6 +678,7 @@ def mutate(name, folder, numbers):
         os.close(ours)
         _, status = os.waitpid(child, 0)
         if numbers:
-            wrong.append(f"{name} {current}: {'hangs' if hung else f'ends the process, status {status}'}")
+            wrong.append(
+                f"{name} {current}: {'hangs' if hung else f'ends the process, status {status}'}")
             numbers = [n for n in numbers if n > current]
     return wrong, refused, most

@@ -1,18 +1,21 @@
 """
-Do the tests notice? Changes one operator, constant or condition of the program at a time, in a copy of it, and runs the tests
-that run the changed line. Prints every change with what noticed it, and the share that was noticed; the survivors are to be
-read one by one.
+Measure how many small changes of the program the tests notice. Change one operator, constant or
+condition at a time, in a copy of the program, and run the tests that execute the changed line.
+Print every change with the test that noticed it, and the percentage of the changes that were
+noticed. The survivors have to be read one by one.
 
-    python -m tests.mutations 200 py          200 changes of Python files, drawn with a seed
-    python -m tests.mutations 100 c           of the C program
-    python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
+    python -m tests.mutations 200 py      200 changes of Python files, drawn with a seed
+    python -m tests.mutations 100 c       100 changes of the C program
+    python -m tests.mutations 0 cuda      every barrier, fence, wait and check of the GPU's kernels
 
---seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that,
---part=2/7 the second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
---tests=test_data,test_train runs only those files of tests.
+--seed=N draws other changes, --workers=N tries N changes at a time, --files=a.py,b.py changes only
+these files, --files=-a.py all files but this one, --part=2/7 tries the second seventh of the draw,
+--again=output.txt tries the survivors of an earlier run again, --done=output.txt tries only the
+changes that the earlier run has not tried. --tests=test_data,test_train runs only those test files.
 
-Which tests reach a change of Python is seen first, in one run of all tests (ten minutes) on a copy that notes when it reaches
-one. The result is kept until a file changes. Linux only, like what it starts.
+For changes of Python, one run of all tests (ten minutes) first records which tests reach which
+change, on a copy that notes when a change is reached. The result is kept until a file changes.
+Runs on Linux only, like the tests that it starts.
 """
 import ast
 import contextlib
@@ -40,38 +43,50 @@ from tests.conftest import PROGRAM, compile_object
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "cache" / "mutations"
-seed = 1          # of the draw
+seed = 1          # seed of the draw
 workers = 1       # changes tried at a time
-budget = 30       # seconds of tests for one change of Python, the quick ones first; 0: all that reach it
-files = ""        # only these, separated by commas; with a minus before the first: all but these
-part = "1/1"      # this part of the draw alone
-again = ""        # what an earlier run printed, a file: its survivors alone
-done = ""         # the same: what it has not tried
-tests = ""        # for Python: only these files of tests, separated by commas
+budget = 30       # max seconds of tests for one change of Python, quick tests first; 0: no limit
+files = ""        # only these files, separated by commas; a minus before the first: all but these
+part = "1/1"      # only this part of the draw
+again = ""        # output file of an earlier run: try only its survivors
+done = ""         # output file of an earlier run: try only changes that it has not tried
+tests = ""        # for Python: only these test files, separated by commas
 
-# What most tests of Python import, which takes longer than most tests do: a worker imports it once.
-PRELOADED = ["pytest", "torch", "torch._dynamo", "safetensors.torch", "sentencepiece", "tokenizers", "gguf",
-             "transformers.models.llama.modeling_llama"]
-# Not run for changes of Python: tests of the C program alone; test_docs, which needs a git repository.
-NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile test_kernels test_kv test_library
+# Modules that most tests of Python import. A worker imports them once, because the import takes
+# longer than most tests.
+PRELOADED = ["pytest", "torch", "torch._dynamo", "safetensors.torch", "sentencepiece", "tokenizers",
+             "gguf", "transformers.models.llama.modeling_llama"]
+# Not run for changes of Python: tests of the C program alone, and test_docs, which needs a git
+# repository.
+NO_PYTHON = """test_batches test_bench test_cuda test_docs test_encode test_grammar test_hostile \
+test_kernels test_kv test_library
     test_run test_run_texts test_sampling test_state"""
-# The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
-C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures test_bench test_hostile
+# Tests of the C program. The tests that FIRST selects for the changed file, by pytest's -k, run
+# first, because they are the most likely to notice the change.
+C_TESTS = """test_run test_encode test_bpe_run test_chat test_library test_kv test_architectures \
+test_bench test_hostile
     test_grammar test_kernels test_parity"""
-RUN, LOADERS = "test_run.py and not pool", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
-FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
-         "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat or test_bench",
-         "sampler.c": "test_sampling", "sampler.h": "test_sampling", "text.c": "test_sampling",
-         "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte",
-         "llamac.h": "test_library", "grammar.c": "test_grammar",
-         "thread_pool.c": "pool or on_threads", "thread_pool.h": "pool or on_threads", "os.c": f"memory or thread_for_each_core or {RUN}"}
-KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
-# What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.
+RUN, LOADERS = ("test_run.py and not pool",
+                "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib")
+FIRST = {
+    "model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}",
+    "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN, "backend.h": RUN,
+    "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat or test_bench",
+    "sampler.c": "test_sampling", "sampler.h": "test_sampling", "text.c": "test_sampling",
+    "chat.c": "test_chat", "bpe.c": "test_bpe_run",
+    "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte", "llamac.h": "test_library",
+    "grammar.c": "test_grammar", "thread_pool.c": "pool or on_threads",
+    "thread_pool.h": "pool or on_threads", "os.c": f"memory or thread_for_each_core or {RUN}"
+}
+KERNEL_TESTS = "plain_c"  # run first for all other files of runtime/cpu
+# Tests that can't notice a change that compiles: a change of any file, of a file outside
+# runtime/cpu, and of a file inside it.
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
 BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
-BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
-# Of the GPU's kernels: whole programs, each op, and what looks for races. The tests of a variant are those of the files
-# that have its code.
+BLIND_INSIDE = (f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once "
+                "or memory_that_is_free")
+# Tests of the GPU's kernels: whole programs, each op, and race detection. VARIANTS adds the tests
+# of a kernel variant to the files that contain its code.
 CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda and not test_ops_equal"],
               ["tests/test_cuda.py", "-k", "test_ops_equal"]]
 RACES = [["tests/long_cuda.py", "-k", "test_kernels_have_no_races"]]
@@ -79,19 +94,29 @@ PROMPTS = [["tests/long_cuda.py", "-k", "variants_of_prompt_products"]]
 RACES_OF_TOKENS = [["tests/long_cuda.py", "-k", "carry_their_data_have_no_races"]]
 VARIANTS = {"tensor_products.cuh": PROMPTS, "whole_token.cuh": RACES_OF_TOKENS,
             "carried.cuh": RACES_OF_TOKENS, "common.cuh": RACES_OF_TOKENS}
-# An object is another one if the change is one at all.
-COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
+# A change counts if the object code of at least one of these compilers differs.
+COMPILERS = [[compiler, "-std=c11", "-w", "-O2"]
+             for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
 
-SWAPS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-         ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
-         ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And}
-SIGNS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is",
-         ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
-         ast.FloorDiv: "//", ast.Mod: "%", ast.And: "and", ast.Or: "or"}
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And
+}
+SIGNS = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+",
+    ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.And: "and",
+    ast.Or: "or"
+}
 
 
 def python_changes(source):
-    """[(start, end, new text)] in characters: one operator swapped, one number changed, one condition turned."""
+    """
+    Return [(start, end, new text)] of the changes of a file: one operator swapped, one number
+    changed or one condition negated. start and end are in bytes.
+    """
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -100,15 +125,17 @@ def python_changes(source):
     text, found = source.encode(), []
 
     def between(left, right, operator):
-        """The operator that stands between two expressions."""
-        begin, end = place(left.end_lineno, left.end_col_offset), place(right.lineno, right.col_offset)
+        """Add the change of the operator between two expressions."""
+        begin, end = (place(left.end_lineno, left.end_col_offset),
+                      place(right.lineno, right.col_offset))
         old, new = SIGNS[type(operator)].encode(), SIGNS[SWAPS[type(operator)]]
         at = text.find(old, begin, end)
         if at >= 0:
             found.append((at, at + len(old), new))
 
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS and not isinstance(node.left, ast.Constant | ast.JoinedStr):
+        if (isinstance(node, ast.BinOp) and type(node.op) in SWAPS
+                and not isinstance(node.left, ast.Constant | ast.JoinedStr)):
             between(node.left, node.right, node.op)
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
             between(node.left, node.comparators[0], node.ops[0])
@@ -116,51 +143,69 @@ def python_changes(source):
             between(node.values[0], node.values[1], node.op)
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             test = node.test
-            begin, end = place(test.lineno, test.col_offset), place(test.end_lineno, test.end_col_offset)
+            begin, end = (place(test.lineno, test.col_offset),
+                          place(test.end_lineno, test.end_col_offset))
             found.append((begin, end, f"(not ({text[begin:end].decode()}))"))
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            begin, end = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
-            found.append((begin, end, repr(node.value + 1 if type(node.value) is int else node.value * 1.5 + 0.1)))
+            begin, end = (place(node.lineno, node.col_offset),
+                          place(node.end_lineno, node.end_col_offset))
+            found.append((begin, end, repr(
+                node.value + 1 if type(node.value) is int else node.value * 1.5 + 0.1)))
         elif isinstance(node, ast.Constant) and type(node.value) is bool:
-            begin, end = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+            begin, end = (place(node.lineno, node.col_offset),
+                          place(node.end_lineno, node.end_col_offset))
             found.append((begin, end, repr(not node.value)))
     return found
 
 
-TOKEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|^[ \t]*#(?:\\\n|[^\n])*'
-                   r"|(?P<op><<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+<>])"
-                   r"|(?P<number>\b\d+(?:\.\d+)?\b)", re.M | re.S)
-C_SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-", "-": "+",
-           "<<": ">>", ">>": "<<", "+=": "-=", "-=": "+="}
+TOKEN = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|^[ \t]*#(?:\\\n|[^\n])*'
+    r"|(?P<op><<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+<>])"
+    r"|(?P<number>\b\d+(?:\.\d+)?\b)", re.M | re.S)
+C_SWAPS = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&",
+    "+": "-", "-": "+", "<<": ">>", ">>": "<<", "+=": "-=", "-=": "+="
+}
 
 
 def c_changes(source):
-    """The same of C, by its tokens; a minus that is a sign and the brackets of templates and casts stay."""
+    """
+    Return the same for C, found by its tokens. A unary minus and the brackets of templates and
+    casts stay unchanged.
+    """
     found = []
     for m in TOKEN.finditer(source):
         begin, end = (len(source[:i].encode()) for i in m.span())
-        if m["op"] in C_SWAPS and source[m.start() - 1:m.start()] == " " and source[m.end():m.end() + 1] == " ":
+        if (m["op"] in C_SWAPS and source[m.start() - 1:m.start()] == " "
+                and source[m.end():m.end() + 1] == " "):
             found.append((begin, end, C_SWAPS[m["op"]]))
-        elif m["number"] and "." not in m["number"] and source[m.end():m.end() + 1] not in ("x", "u", "f", "L"):
+        elif (m["number"] and "." not in m["number"]
+                and source[m.end():m.end() + 1] not in ("x", "u", "f", "L")):
             found.append((begin, end, str(int(m["number"]) + 1)))
     return found
 
 
-GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|grid_barrier|add_release|__pipeline_\w+"
-                    r"|CUDA\((?:[\w>-]+, )?cuda\w+Synchronize)\(.*;[^\n]*$"
-                    r"|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
+GUARDS = re.compile(
+    r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|grid_barrier|add_release|__pipeline_\w+"
+    r"|CUDA\((?:[\w>-]+, )?cuda\w+Synchronize)\(.*;[^\n]*$"
+    r"|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
 
 
 def guards(source):
-    """Every barrier, fence, wait and early end of the GPU's kernels, each to be taken out."""
-    return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
+    """Return the changes that each remove one barrier, fence, wait or early exit of the kernels."""
+    return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "")
+            for m in GUARDS.finditer(source)]
 
 
-KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
-         "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
-         "cuda": (("runtime/cuda/*.cu*",), guards)}
+KINDS = {
+    "py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"),
+           python_changes),
+    "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
+    "cuda": (("runtime/cuda/*.cu*",), guards)
+}
 
-# In a copy whose kernels have switches: MISSING_GUARD, a number, says which guard is out.
+# For a copy whose guards have switches: the environment variable MISSING_GUARD is the number of
+# the guard to skip.
 SWITCH = """
 #include <stdlib.h>
 inline const char *const missing_guard = getenv("MISSING_GUARD");
@@ -169,7 +214,7 @@ inline bool is_missing(int guard) { return missing_guard && guard == atoi(missin
 
 
 def all_guards():
-    """Return [(path, change)] of all guards of the GPU's kernels. A guard's number is its place here."""
+    """Return [(path, change)] of all guards of the GPU's kernels; a guard's number is its index."""
     paths = sorted(path for pattern in KINDS["cuda"][0] for path in ROOT.glob(pattern))
     return [(path, change) for path in paths for change in guards(path.read_text(encoding="utf-8"))]
 
@@ -178,7 +223,7 @@ def add_switches(folder):
     """Put each guard of a copy's kernels behind a switch, so that one build serves all changes."""
     for number, (path, (begin, end, _)) in reversed(list(enumerate(all_guards()))):
         copy = folder / relative(path)
-        text = copy.read_bytes()  # as it was up to here: the last guard of a file comes first
+        text = copy.read_bytes()  # unchanged up to here: the last guard of a file comes first
         switch = f"if (is_missing({number})) {{}} else ".encode()
         copy.write_bytes(text[:begin] + switch + text[begin:])
     header = folder / "tests" / "cuda_on_cpu" / "cuda_runtime.h"
@@ -186,19 +231,25 @@ def add_switches(folder):
 
 
 def copy_to(folder):
-    """A copy of the program as it stands here."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    """Copy the program's tracked files from the working tree."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode().split("\0")
     for name in filter(None, tracked):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
 
 
 def children():
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [int(pid) for task in Path("/proc/self/task").iterdir()
+            for pid in (task / "children").read_text().split()]
 
 
 def pytest(folder, *words, limit, **env):
-    """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
+    """
+    Run pytest in a copy; return (exit code, or None after `limit` seconds, output). No process that
+    a test started outlives it.
+    """
     own = {"WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
@@ -208,7 +259,8 @@ def pytest(folder, *words, limit, **env):
         try:
             code = exit_code(child, limit)
         finally:
-            while found := children():  # a subreaper's children are all orphans of its descendants, too
+            # The children of a subreaper include all orphans of its descendants.
+            while found := children():
                 for pid in found:
                     with contextlib.suppress(ChildProcessError, ProcessLookupError):  # reaped above
                         os.kill(pid, signal.SIGKILL)
@@ -218,7 +270,7 @@ def pytest(folder, *words, limit, **env):
 
 
 def run_pytest(folder, words, env, output):
-    """In a fork, which has PRELOADED: do what `python -m pytest` does in a copy, and end."""
+    """Do what `python -m pytest` does in a copy, and exit. Runs in a fork, which has PRELOADED."""
     code = 1
     try:
         os.setsid()
@@ -228,7 +280,7 @@ def run_pytest(folder, words, env, output):
                 os.dup2(file.fileno(), target)
         os.chdir(folder)
         os.environ.update(env)
-        tempfile.tempdir = None  # read TMPDIR anew
+        tempfile.tempdir = None  # so that TMPDIR is read again
         forked.forget()
         sys.path[0], sys.dont_write_bytecode = str(folder), True
         sys.argv = ["pytest", "-q", "-p", "no:cacheprovider", *words]
@@ -242,7 +294,7 @@ def run_pytest(folder, words, env, output):
 
 
 def exit_code(pid, limit):
-    """The exit code of a child, or None after so many seconds."""
+    """Return the exit code of a child, or None if it runs longer than `limit` seconds."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -253,14 +305,14 @@ def exit_code(pid, limit):
 
 
 def adopt():
-    """Whatever the tests leave behind becomes this process's child; a signal ends it in good order."""
+    """Adopt all processes that the tests leave behind, and exit cleanly on SIGTERM."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.nice(5)
 
 
 def work():
-    """The start of a worker, which ends with the main program."""
+    """Initialize a worker, which ends when the main program ends."""
     adopt()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch reads it when it is imported
@@ -274,7 +326,8 @@ def statement_of(source, start):
     function holds it). Statements of a class's body don't count: the line would add a name to it.
     """
     line, tree = source[:start].count(b"\n") + 1, ast.parse(source)
-    of_classes = {id(node) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for node in c.body}
+    of_classes = {id(node)
+                  for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for node in c.body}
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)
               and first_line(node) <= line <= node.end_lineno]
     in_function = any(isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno
@@ -318,9 +371,9 @@ def find_tests(drawn):
     so a change there belongs to all tests that run any function of the file: these have a 1.
     """
     paths = sorted({*ROOT.glob("tests/test_*.py"), *(path for path, _ in drawn)})
-    words = [f"tests/{name}.py" for name in tests.split(",")] if tests else \
-        [relative(path) for path in paths
-         if path.parent.name == "tests" and path.stem not in NO_PYTHON.split()]
+    words = [f"tests/{name}.py" for name in tests.split(",")] if tests else [
+        relative(path) for path in paths
+        if path.parent.name == "tests" and path.stem not in NO_PYTHON.split()]
     key = repr([words, *(title(*job) for job in drawn), *(path.read_bytes() for path in paths)])
     stored = MAP / f"reached-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     if not stored.exists():
@@ -347,8 +400,8 @@ def is_noted(test, notes):
 
 def run_with_notes(drawn, words):
     """
-    Return ({test: seconds} of the tests that pass where nothing is changed, {number of a change or
-    name of a file: notes}). Notes are those of tests/reached.py; a fixture's name the module alone.
+    Return ({test: seconds} of the tests that pass without a change, {number of a change or name of
+    a file: notes}). tests/reached.py writes the notes; a note of a fixture names only its module.
     """
     numbers = {}
     for number, (path, _) in enumerate(drawn):
@@ -379,7 +432,7 @@ def run_with_notes(drawn, words):
 
 
 def read_notes(path):
-    """Return the notes in a file, each once; [] if no test has made one."""
+    """Return the notes in a file, each once; [] if no test has written one."""
     notes = set()
     for note in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         test, _, when = note.rpartition(" ")
@@ -389,15 +442,18 @@ def read_notes(path):
 
 def tests_of(path, change, reach):
     """
-    Return pytest's words, for one run after the other. For Python: the quick ones of the tests that
-    reach the change, as find_tests returns them, module after module, the file's own first. For C
-    files by the lists above.
+    Return pytest's arguments for each of the consecutive runs. For Python: the quickest of the
+    tests that reach the change, as find_tests returns them, module by module, beginning with the
+    file's own module. For C and CUDA: the tests of the lists above.
     """
     if path.parent.name == "cuda":
-        orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait
-        return [*(RACES + CUDA_TESTS if orders else CUDA_TESTS + RACES), *VARIANTS.get(path.name, [])]
+        # A guard without a condition is a barrier, a fence or a wait: it orders accesses.
+        orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]
+        return [*(RACES + CUDA_TESTS if orders else CUDA_TESTS + RACES),
+                *VARIANTS.get(path.name, [])]
     if path.suffix in (".c", ".h"):
-        modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
+        modules, first = ([f"tests/{test}.py" for test in C_TESTS.split()],
+                          FIRST.get(path.name, KERNEL_TESTS))
         blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE
         return [[*modules, "-k", first], [*modules, "-k", f"not ({first} or {blind})"]]
     chosen, total = [], 0.0
@@ -409,22 +465,23 @@ def tests_of(path, change, reach):
     modules = {}
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
-    order = sorted(modules, key=lambda m: (path.stem not in m, sum(reach[t][1] for t in modules[m])))
+    order = sorted(modules, key=lambda m: (
+        path.stem not in m, sum(reach[t][1] for t in modules[m])))
     return [[test for module in order for test in modules[module]]]
 
 
 def relative(path):
-    """Return a path as git lists it."""
+    """Return a path relative to the repository, as git lists it."""
     return str(path.relative_to(ROOT))
 
 
 def name_of(path):
-    """Return the name of a file of notes about a source."""
+    """Return the name of the file with the notes about a source file."""
     return relative(path).replace("/", ".")
 
 
 def title(path, change):
-    """A change as it is printed."""
+    """Return a change as it is printed: the position, the old text and the new text."""
     begin, end, new = change
     text = path.read_bytes()
     line, column = text[:begin].count(b"\n") + 1, begin - text.rfind(b"\n", 0, begin)
@@ -432,7 +489,7 @@ def title(path, change):
 
 
 def in_worker(function, *arguments):
-    """Call a function in a worker of the pool, which ends with a signal; the pool would go on."""
+    """Call a function in a worker of the pool. SystemExit, raised by a signal, ends the worker."""
     try:
         return function(*arguments)
     except SystemExit:
@@ -441,17 +498,19 @@ def in_worker(function, *arguments):
 
 def attempt(path, change, runs, seconds):
     """
-    Run the tests with one change; return the name of the first that fails, or None: a survivor.
-    runs: pytest's words, for one run after the other until a test fails. seconds: that each
-    takes where nothing is changed; None: unknown.
+    Run the tests with one change; return the name of the first that fails, or None if the change
+    survives. runs: pytest's arguments of each run; a run that fails is the last. seconds: the
+    duration of each run without a change; None if unknown.
     """
     started, who, count = time.monotonic(), None, 0
     for n, words in enumerate(filter(None, runs)):
-        limit = 600 if seconds is None else 240 + 6 * seconds[n]  # longer: it hangs, which is noticed
+        # Seconds; a run that takes longer hangs, so the change counts as noticed.
+        limit = 600 if seconds is None else 240 + 6 * seconds[n]
         code, output = run_changed(path, change, words, limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         failed = noticed[1] if noticed else f"exit code {code}"
-        who = f"no end within {limit:.0f} s" if code is None else failed if code not in (0, 5) else None  # 5: no test was chosen
+        who = (f"no end within {limit:.0f} s" if code is None
+               else failed if code not in (0, 5) else None)  # 5: no test was selected
         count += int((re.search(r"(\d+) passed", output) or "00")[1])
         if who:
             break
@@ -461,7 +520,10 @@ def attempt(path, change, runs, seconds):
 
 
 def run_changed(path, change, words, limit):
-    """Return what pytest does in a copy with one change. change: None for switches that are all on."""
+    """
+    Run pytest in a copy with one change; return what pytest() returns. change: None to keep all
+    guards.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = Path(folder, "llamac").resolve()
         copy_to(copy)
@@ -474,7 +536,7 @@ def run_changed(path, change, words, limit):
 
 
 def seconds_unchanged(path, runs):
-    """Return {words of a run: seconds} where no guard is out; compiles what all changes need."""
+    """Return {arguments of a run: seconds} with all guards. Compiles what all changes share."""
     found = {}
     for words in runs:
         started = time.monotonic()
@@ -487,23 +549,27 @@ def seconds_unchanged(path, runs):
 
 
 def apply(folder, path, change):
-    """Change a copy of the program."""
+    """Apply a change to a copy of the program."""
     begin, end, new = change
     text = path.read_bytes()
     (folder / path.relative_to(ROOT)).write_bytes(text[:begin] + new.encode() + text[end:])
 
 
 def objects_of(folder, compiler, path):
-    """What a compiler makes of a file, or of all that may include it."""
+    """Return the object code of a C file, or, for a header, of all files that may include it."""
     sources = PROGRAM if path.suffix == ".h" else [str(path.relative_to(ROOT))]
     return [compile_object(source, compiler, folder).read_bytes() for source in sources]
 
 
 def is_another_program(path, change):
-    """Whether a change of C compiles, into other instructions for one of the processors. Kept, for it takes seconds."""
+    """
+    Return whether a change of C compiles, and into other instructions for at least one of the
+    processors; None if it does not compile. The result is stored, because it takes seconds.
+    """
     stored = MAP / "compiled.json"
     verdicts = json.loads(stored.read_text()) if stored.exists() else {}
-    sources = b"".join(sorted(file.read_bytes() for pattern in KINDS["c"][0] for file in ROOT.glob(pattern)))
+    sources = b"".join(sorted(
+        file.read_bytes() for pattern in KINDS["c"][0] for file in ROOT.glob(pattern)))
     key = f"{title(path, change)} {hashlib.sha256(sources).hexdigest()[:16]}"
     if key not in verdicts:
         with tempfile.TemporaryDirectory() as folder:
@@ -511,21 +577,27 @@ def is_another_program(path, change):
             copy_to(copy)
             apply(copy, path, change)
             try:
-                verdicts[key] = any(objects_of(copy, c, path) != objects_of(ROOT, c, path) for c in COMPILERS)
+                verdicts[key] = any(
+                    objects_of(copy, c, path) != objects_of(ROOT, c, path) for c in COMPILERS)
             except subprocess.CalledProcessError:
                 verdicts[key] = None
         MAP.mkdir(parents=True, exist_ok=True)
         stored.write_text(json.dumps(verdicts))
-        print({True: "to try  ", False: "the same", None: "no C    "}[verdicts[key]], title(path, change), flush=True)
+        print({True: "to try  ", False: "the same", None: "no C    "}[verdicts[key]],
+              title(path, change), flush=True)
     return verdicts[key]
 
 
 def is_a_change(source, change):
-    """Whether the file is still a program, and another one: in an f-string Python before 3.12 gives wrong places."""
+    """
+    Return whether the changed file is still a program, and a different one. It may not be: within
+    f-strings, Python before 3.12 reports wrong positions.
+    """
     begin, end, new = change
     text = source.encode()
     try:
-        return ast.dump(ast.parse(text[:begin] + new.encode() + text[end:])) != ast.dump(ast.parse(source))
+        return (ast.dump(ast.parse(text[:begin] + new.encode() + text[end:]))
+                != ast.dump(ast.parse(source)))
     except SyntaxError:
         return False
 
@@ -538,7 +610,8 @@ def main(count, kind):
     sources = {path: path.read_text(encoding="utf-8") for path in paths}
     changes = [(path, change) for path in paths for change in find(sources[path])]
     random.Random(seed).shuffle(changes)
-    is_sound = {"py": lambda path, change: is_a_change(sources[path], change), "c": is_another_program, "cuda": lambda *_: True}
+    is_sound = {"py": lambda path, change: is_a_change(sources[path], change),
+                "c": is_another_program, "cuda": lambda *_: True}
     sound = (job for job in changes if is_sound[kind](*job))
     this, parts = map(int, part.split("/"))
     count = count or len(changes)
@@ -550,9 +623,11 @@ def main(count, kind):
         tried = Path(done).read_text()
         drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
     with ProcessPoolExecutor(workers, initializer=work) as pool:
-        reached = pool.submit(in_worker, find_tests, drawn).result() if kind == "py" else [None] * len(drawn)
+        reached = (pool.submit(in_worker, find_tests, drawn).result() if kind == "py"
+                   else [None] * len(drawn))
         if kind == "cuda":
-            different = list(dict.fromkeys(tuple(words) for job in drawn for words in tests_of(*job, None)))
+            different = list(dict.fromkeys(
+                tuple(words) for job in drawn for words in tests_of(*job, None)))
             unchanged = pool.submit(in_worker, seconds_unchanged, paths[0], different).result()
         jobs = []
         for (path, change), reach in zip(drawn, reached):
@@ -569,7 +644,8 @@ def main(count, kind):
             print(f"{relative(path)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
     share = 100 * noticed / max(1, len(drawn))
-    print(f"{noticed} of {len(drawn)} changes were noticed ({share:.0f} %), of {len(changes)} that there are")
+    print(f"{noticed} of {len(drawn)} changes were noticed ({share:.0f} %), "
+          f"of {len(changes)} that there are")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """
-Notes which tests reach which changes. tests/mutations.py writes calls of `at` into a copy of the
-program, and runs the tests there with this module as a plugin of pytest.
+Note which tests reach which changes. tests/mutations.py writes calls of `at` into a copy of the
+program, and runs the tests there with this module as a pytest plugin.
 
-Notes go to files at once, so a process that is killed leaves its own, too. They hold pytest's own
-words, "tests/test_data.py::test_name (call)": it keeps the running test in the environment, which
-processes inherit.
+Notes are written to files at once, so those of a killed process are kept. They hold the name that
+pytest itself gives the running test, such as "tests/test_data.py::test_name (call)", in an
+environment variable that child processes inherit.
 """
 import contextlib
 import json
@@ -12,16 +12,16 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "reached_by"  # a file per change
-write = open                                   # before a test replaces it
-seen = set()
-tests = {}                                     # test -> its seconds; whether it passed
+FOLDER = Path(__file__).parent / "reached_by"  # has one file per change
+write = open                                   # kept here, as a test may replace open
+seen = set()                                   # (change, test) that this process has noted
+tests = {}                                     # test -> {"seconds": ..., "passed": ...}
 
 
 def at(change):
     """Note that the running test reaches a change, once for each process and test."""
     torch = sys.modules.get("torch")
-    if torch and torch.compiler.is_compiling():  # the compiler traces this call: it vanishes
+    if torch and torch.compiler.is_compiling():  # compiled code omits this call
         return
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     if (change, test) not in seen:

@@ -1,6 +1,10 @@
-// The sampler, for test_sampling.py: `sampling shares` reads cases from stdin and writes the share
-// of all random numbers with which each token is sampled; `sampling draws N` counts the tokens of N
-// draws; `sampling wrong MODEL` prints how mistakes are answered. A case is a Case, then its arrays.
+// Runs the sampler, for test_sampling.py.
+//   sampling shares       reads cases from stdin. Writes for each token the share of all random
+//                         numbers that sample it.
+//   sampling draws N      reads cases from stdin. Writes how many of N draws sample each token.
+//   sampling wrong MODEL  prints the errors of invalid calls.
+//
+// A case is a Case followed by its arrays, in binary.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -21,10 +25,10 @@ static void *take_array(size_t n, size_t size) {
     return p;
 }
 
-// Returns a state from which llamac_random returns coin / 2^24: it inverts xorshift*.
+// Returns a state with which llamac_random returns coin / 2^24, by inverting xorshift*.
 static uint64_t state_of(uint32_t coin) {
     uint64_t inverse = 1;
-    for (int i = 0; i < 6; i++) inverse *= 2 - 0x2545F4914F6CDD1Dull * inverse; // Newton
+    for (int i = 0; i < 6; i++) inverse *= 2 - 0x2545F4914F6CDD1Dull * inverse; // Newton's method
     uint64_t y = ((uint64_t)coin << 40 | 1) * inverse, x = y;
     for (int i = 0; i < 3; i++) x = y ^ x >> 27;
     for (int i = 0; i < 3; i++) y = x ^ y << 25;
@@ -40,12 +44,13 @@ static int draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
     return token;
 }
 
-// Each token has one interval of random numbers: finds the ends of all intervals by bisection.
+// Computes the share of random numbers that sample each token. Each token has one interval of
+// random numbers; bisection finds where it ends.
 static void find_shares(const SamplerMemory *m, llamac_sampler *s, const float *logits,
                         const int *tokens, int n, double *shares) {
     const uint32_t end = 1 << 24;
     for (uint32_t coin = 0; coin < end;) {
-        uint32_t low = coin, high = end; // draw(low) is the token, draw(high) another
+        uint32_t low = coin, high = end; // low samples the token, high another one
         s->state = state_of(coin);
         int token = draw(m, s, logits, tokens, n);
         while (high - low > 1) {
@@ -69,7 +74,7 @@ static void run_cases(int draws) {
         int *bias_tokens = take_array(c.n_biases, sizeof *bias_tokens);
         float *biases = take_array(c.n_biases, sizeof *biases);
         uint8_t *mask = c.has_mask ? take_array(c.vocab_size, 1) : NULL;
-        llamac_sampler s = {c.temperature, c.topp,     number + 1,  c.topk,           c.minp,
+        llamac_sampler s = {c.temperature, c.topp,      number + 1, c.topk,           c.minp,
                             c.repeat,      c.frequency, c.presence, c.penalty_tokens, bias_tokens,
                             biases,        c.n_biases,  mask};
         double *shares = calloc(c.vocab_size, sizeof *shares);
@@ -134,18 +139,25 @@ static void wrong(const char *path) {
     refused(s, (llamac_sampler){.temperature = 1e-45f, .allowed = mask}, size); // greedy
     refused(s, (llamac_sampler){0}, size + 8);
     refused(s, (llamac_sampler){0}, 8);
-    // Mistakes have changed nothing: one allowed token is sampled, and the shortest size is known
+    // the invalid calls have changed nothing: the one allowed token is sampled
     mask[7] = 1;
     float huge[] = {-3e38f};
-    llamac_sampler one = {.temperature = INFINITY, .topp = 0.5f, .state = 3, .topk = 2,
-                          .allowed = mask, .bias_tokens = &(int){7}, .biases = huge, .n_biases = 1};
+    llamac_sampler one = {.temperature = INFINITY,
+                          .topp = 0.5f,
+                          .state = 3,
+                          .topk = 2,
+                          .allowed = mask,
+                          .bias_tokens = &(int){7},
+                          .biases = huge,
+                          .n_biases = 1};
     for (int i = 0; i < 100; i++)
         if (llamac_sample(s, &one, &e) != 7) puts("not token 7"), exit(3);
-    // Logits as far apart as floats can be, at every temperature: their difference overflows
+    // Logits as far apart as floats can be, at all temperatures: their difference overflows
     float far[] = {3e38f, -3e38f};
-    llamac_sampler extreme = {.state = 4, .bias_tokens = (int[]){7, 8}, .biases = far, .n_biases = 2};
-    static const float temperatures[] = {0,     1e-45f, 1e-40f,   3e-39f,  1e-30f, 1,
-                                         1e30f, 1e38f,  FLT_MAX, INFINITY};
+    llamac_sampler extreme = {
+        .state = 4, .bias_tokens = (int[]){7, 8}, .biases = far, .n_biases = 2};
+    static const float temperatures[] = {0, 1e-45f, 1e-40f, 3e-39f,  1e-30f,
+                                         1, 1e30f,  1e38f,  FLT_MAX, INFINITY};
     for (int i = 0; i < 4 * 10; i++) {
         extreme.temperature = temperatures[i / 4];
         extreme.topk = i % 2 ? 3 : 0, extreme.topp = i / 2 % 2 ? 0.5f : 0;
@@ -154,8 +166,10 @@ static void wrong(const char *path) {
             if (token < 0 || token >= n || token == 8) printf("token %d\n", token), exit(3);
         }
     }
+    // A caller that knows only the first 16 bytes of the struct: the invalid fields after them are
+    // ignored
     llamac_sampler plain = {.temperature = 1, .state = 5}, shorter = plain, noisy = plain;
-    noisy.topk = -1, noisy.minp = NAN; // of which a caller with the shortest struct knows nothing
+    noisy.topk = -1, noisy.minp = NAN;
     for (int i = 0; i < 100; i++) {
         int next = llamac_sample(s, &plain, &e);
         if (llamac_sample_sized(s, &shorter, 16, &e) != next) puts("another token"), exit(3);

@@ -1,4 +1,7 @@
-"""Tables that begin with counts of pairs: against counts and singular vectors by NumPy, in a training, and what it refuses."""
+"""Embedding and classifier tables that begin with bigram counts.
+
+Compared with counts and singular vectors by NumPy, used in training, and refused where impossible.
+"""
 import numpy as np
 import pytest
 import torch
@@ -13,12 +16,13 @@ def folder(tmp_path_factory):
     """A working directory with a text whose letters predict the next ones."""
     folder = tmp_path_factory.mktemp("work")
     letters = b"abcdefghijklmnop .\n"
-    (folder / "my.txt").write_bytes(bytes(letters[token] for token in markov_chain(len(letters), 30_000)))
+    (folder / "my.txt").write_bytes(
+        bytes(letters[token] for token in markov_chain(len(letters), 30_000)))
     return folder
 
 
 def markov_chain(V, length, sharpness=2.0):
-    """Tokens of a chain whose transitions are random."""
+    """Return the tokens (length,) of a Markov chain with random transition probabilities."""
     rng = np.random.default_rng(1)
     steps = np.exp(sharpness * rng.standard_normal((V, V)))
     sums = (steps / steps.sum(1, keepdims=True)).cumsum(1)
@@ -29,7 +33,10 @@ def markov_chain(V, length, sharpness=2.0):
 
 
 def discounted(tokens, V, apart=1, backwards=False):
-    """p(b | a) (V, V) and p(b) (V,), counted one by one; b stands `apart` behind a, or one before it."""
+    """Return the discounted p(b | a) (V, V) and p(b) (V,), counted token by token.
+
+    b follows a by `apart` tokens; with `backwards`, it precedes a.
+    """
     frequency = np.full(V, 0.5)
     for token in tokens:
         frequency[token] += 1
@@ -43,7 +50,7 @@ def discounted(tokens, V, apart=1, backwards=False):
 
 
 def test_a_width_of_the_vocabulary_holds_all_probabilities():
-    """Of each token that was seen; two were not."""
+    """The tables give each token's bigram probabilities, except for two that never occur."""
     V, D = 24, 32
     tokens = markov_chain(V - 2, 20_000)
     torch.manual_seed(1)
@@ -56,7 +63,10 @@ def test_a_width_of_the_vocabulary_holds_all_probabilities():
 
 
 def test_rows_are_principal_coordinates():
-    """Of following, preceding and next but one tokens side by side; only angles count, as the axes are turned at random."""
+    """The coordinates come from following, preceding and second next tokens, side by side.
+
+    Only angles count, because the axes are rotated at random.
+    """
     V, D = 60, 9
     tokens = markov_chain(V, 30_000)
     blocks = []
@@ -75,7 +85,7 @@ def test_rows_are_principal_coordinates():
 
 
 def test_tokens_that_do_not_occur_take_nothing_from_those_that_do():
-    """The vocabulary was made for another text: this one has 30 of its 3,000 tokens."""
+    """A vocabulary of 3,000 tokens, made for another text, of which this text uses 30."""
     tokens, D = markov_chain(30, 20_000), 12
 
     def loss(V):
@@ -103,8 +113,9 @@ def test_of_a_long_text_stretches_from_all_over_it_are_counted():
 
 
 def test_a_training_that_knows_pairs_before_its_first_step(folder):
-    """Its first loss is below that of the frequencies of tokens; a resumed run does not begin the tables again."""
-    args = ["--data=my.txt", "--tie_embeddings=False", "--max_iters=6", "--eval_interval=3", "--log_interval=1"]
+    """The first loss is below that of token frequencies; a resumed run keeps its trained tables."""
+    args = ["--data=my.txt", "--tie_embeddings=False", "--max_iters=6", "--eval_interval=3",
+            "--log_interval=1"]
     told = run(folder, *args, "--bigram_start=True", "--out_dir=pairs", "--checks=all")
     assert told.returncode == 0, told.stderr
     assert "the tables begin with the counts of neighbouring tokens" in told.stdout
@@ -114,18 +125,21 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
     frequencies = -(p[p > 0] * np.log(p[p > 0])).sum()
     assert losses(folder, "pairs")[0][1] < frequencies < losses(folder, "random")[0][1]
 
-    assert run(folder, *args, "--bigram_start=True", "--out_dir=cut", "--max_iters=3", "--schedule=constant").returncode == 0
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=cut", "--max_iters=3",
+               "--schedule=constant").returncode == 0
     told = run(folder, *args, "--out_dir=cut", "--max_iters=6", "--schedule=constant")
-    assert "resuming cut at iteration 3" in told.stdout and "begin with the counts" not in told.stdout
-    assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut", "--schedule=constant").returncode == 0
+    assert "resuming cut at iteration 3" in told.stdout
+    assert "begin with the counts" not in told.stdout
+    assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut",
+               "--schedule=constant").returncode == 0
     for name, weight in weights(folder, "uncut").items():
         assert torch.equal(weight, weights(folder, "cut")[name]), name
 
 
 def test_two_processes_begin_with_the_tables_of_one(folder):
-    """Sharded, so that each holds a part of what the master has computed."""
-    args = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=2", "--eval_interval=2",
-            "--eval_iters=0", "--dtype=float32"]
+    """The model is sharded, so each process holds a part of the tables that the master computed."""
+    args = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True", "--max_iters=2",
+            "--eval_interval=2", "--eval_iters=0", "--dtype=float32"]
     assert run(folder, *args, "--out_dir=one").returncode == 0
     for done in ranks(folder, 2, *args, "--fsdp=True", "--out_dir=two"):
         assert done.returncode == 0, done.stderr
@@ -134,14 +148,21 @@ def test_two_processes_begin_with_the_tables_of_one(folder):
 
 
 def test_what_has_no_tables_to_begin_is_one_line(folder):
-    """A shared table, and a model to fine-tune; a model that is only evaluated keeps its tables, whatever the setting."""
+    """Refuse a shared table and a model to fine-tune.
+
+    A model that is only evaluated keeps its tables, whatever the setting.
+    """
     two = ["--data=my.txt", "--tie_embeddings=False", "--bigram_start=True"]
     assert run(folder, *two, "--max_iters=1", "--eval_interval=1", "--out_dir=base").returncode == 0
     of_base = [*two, f"--init_from={checkpoint.newest(folder / 'base')}", "--out_dir=tuned"]
-    for words, expected in (([*two, "--tie_embeddings=True"], "bigram_start is True with one table"),
-                            (of_base, "bigram_start is True with a model to fine-tune")):
+    for words, expected in (
+            ([*two, "--tie_embeddings=True"], "bigram_start is True with one table"),
+            (of_base, "bigram_start is True with a model to fine-tune")):
         done = run(folder, *words)
-        assert done.returncode == 2 and expected in done.stderr and len(done.stderr.strip().splitlines()) == 1
+        assert done.returncode == 2
+        assert expected in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
     done = run(folder, *of_base, "--eval_only=True", "--eval_iters=1")
-    assert done.returncode == 0 and f"validation loss {losses(folder, 'base')[1][1]:.4f}" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"validation loss {losses(folder, 'base')[1][1]:.4f}" in done.stdout, done.stderr
     assert "begin with the counts" not in done.stdout

@@ -1,8 +1,10 @@
-"""
-Byte-level BPE in C against Hugging Face's tokenizers, on random strings; vocabularies that must be refused; the table of
-characters. As a program, a long comparison, and the time that both take:
+"""Byte-level BPE in C compared with Hugging Face's tokenizers.
 
-    python -m tests.test_bpe_run STRINGS [ENGLISH CHINESE CODE]        texts to train the vocabularies on
+Covers random strings, vocabularies that must be refused, and the table of character classes. As a
+program: a long comparison, or the encoding time of both. ENGLISH, CHINESE and CODE are texts to
+train the vocabularies on.
+
+    python -m tests.test_bpe_run STRINGS [ENGLISH CHINESE CODE]
     python -m tests.test_bpe_run time [ENGLISH CHINESE CODE]
 """
 import codecs
@@ -31,13 +33,20 @@ from tests.test_encode import encode_file, tokenize, write_gguf
 from tests.test_run import run
 from tokenizer import LETTERS, BosEos, Tokenizer, byte_level, train_byte_level
 
-codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as every vocabulary here has it
-VOCABULARIES = {"english, llama-bpe": (0, "llama-bpe"), "english, gpt-2": (0, "gpt-2"), "chinese, qwen2": (1, "qwen2"),
-                "code, smollm": (2, "smollm"), "code, qwen2": (2, "qwen2")}  # the text's number, the pre-tokenizer
+# one U+FFFD for each invalid byte, as in every vocabulary here
+codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+VOCABULARIES = {  # (index of the training text, pre-tokenizer)
+    "english, llama-bpe": (0, "llama-bpe"), "english, gpt-2": (0, "gpt-2"),
+    "chinese, qwen2": (1, "qwen2"), "code, smollm": (2, "smollm"), "code, qwen2": (2, "qwen2")
+}
 SYMBOLS = ["<|user|>", "<|user|>x", "<|", "  ", "日月", "éé", "\n\n", " a"]
-ODD = ["'s", "'S", "'ll", "'LL", "'Re", "'ſ", "’s", "'", "''d", "\n", "\r\n", "\n\n", "\t", "\x0b", "\x1c", "\x85", "\u00a0", "\u2028",
-       "\u3000", "\u200b", "\u180e", "\ufeff", "٣٤", "Ⅷ", "½", "㊿", "12345", "1", "e\u0301", "\u0301", "ǅ", "ªº", "ʰ", "Ã", "Ġ", "ĊĊ", "🙂",
-       "👩‍👩‍👧", "🇨🇳", "한국어", "नमस्ते", "مرحبا", "_", "__init__", "==", "()", "...", "。", "，", "「", "…", "<s>", "</s>", "<0x41>", "\u2581"]
+ODD = [
+    "'s", "'S", "'ll", "'LL", "'Re", "'ſ", "’s", "'", "''d", "\n", "\r\n", "\n\n", "\t", "\x0b",
+    "\x1c", "\x85", "\u00a0", "\u2028", "\u3000", "\u200b", "\u180e", "\ufeff", "٣٤", "Ⅷ", "½", "㊿",
+    "12345", "1", "e\u0301", "\u0301", "ǅ", "ªº", "ʰ", "Ã", "Ġ", "ĊĊ", "🙂", "👩‍👩‍👧", "🇨🇳", "한국어",
+    "नमस्ते", "مرحبا", "_", "__init__", "==", "()", "...", "。", "，", "「", "…", "<s>", "</s>",
+    "<0x41>", "\u2581"
+]
 
 
 def english():
@@ -45,14 +54,16 @@ def english():
 
 
 def texts():
-    """English, Chinese and code, of what is here anyway."""
-    return [english(), (ROOT / "README.zh.md").read_text(), "".join(f.read_text() for f in sorted(ROOT.glob("*.py")))[:150_000]]
+    """Return an English, a Chinese and a code text from the project's own files."""
+    return [english(), (ROOT / "README.zh.md").read_text(),
+            "".join(f.read_text() for f in sorted(ROOT.glob("*.py")))[:150_000]]
 
 
 def trained(text, pre, path, vocab_size=1000, symbols=SYMBOLS):
-    """A vocabulary with tokens that text may name, and one that none has."""
+    """Train a vocabulary; add user-defined symbols, which match in text, and the unused [PAD]."""
     made = train_byte_level([text], vocab_size, path, pre, exact=False)
-    pieces = made.pieces() + [(symbol.encode(), 0.0, 4) for symbol in symbols] + [(b"[PAD]", 0.0, 5)]
+    pieces = (made.pieces() + [(symbol.encode(), 0.0, 4) for symbol in symbols]
+              + [(b"[PAD]", 0.0, 5)])
     return byte_level(pieces, made.merges(), pre, BosEos(0, 1, True), path)
 
 
@@ -62,7 +73,7 @@ def write_model(vocabulary, path):
 
 
 def random_string(rng, words):
-    """Bytes: words, white space, symbols, characters of all planes, broken UTF-8."""
+    """Return bytes: words, white space, symbols, characters of all planes, broken UTF-8."""
     def piece():
         kind = rng.randrange(16)
         if kind < 6:
@@ -76,8 +87,9 @@ def random_string(rng, words):
         if kind == 12:
             return bytes(rng.choices(range(256), k=rng.randrange(1, 4)))
         if kind == 13:
-            return chr(rng.choice((rng.randrange(128), rng.randrange(0x80, 0x3000), rng.randrange(0x3000, 0xd800),
-                                   rng.randrange(0xe000, 0x11000), rng.randrange(0x1e000, 0x20000)))).encode()
+            return chr(rng.choice((
+                rng.randrange(128), rng.randrange(0x80, 0x3000), rng.randrange(0x3000, 0xd800),
+                rng.randrange(0xe000, 0x11000), rng.randrange(0x1e000, 0x20000)))).encode()
         if kind == 14:
             return rng.choice(words).encode()[:rng.randrange(1, 4)]
         return "".join(rng.choices("\n\r\t  \u00a0\u3000", k=rng.randrange(1, 5))).encode()
@@ -85,13 +97,17 @@ def random_string(rng, words):
 
 
 def words_of(text):
-    """Words of a text, with the lines and spaces around some, and characters that stand alone."""
+    """Return the words of a text, some with white space before them, and runs of punctuation."""
     return [*dict.fromkeys(re.findall(r"\s*\w+|[^\w\s]+|\w[\w，。]{1,6}", text))][:5000] or ["a"]
 
 
 def difference(model, vocabulary, strings):
-    """The first string that the library encodes or decodes otherwise than tokenizers, with what both say; None: there is none."""
-    expected = vocabulary.model.encode_batch([s.decode(errors="each byte") for s in strings], add_special_tokens=False)
+    """Compare encoding and decoding of strings between the library and tokenizers.
+
+    Return the first string that differs, the library's ids and those of tokenizers, or None.
+    """
+    expected = vocabulary.model.encode_batch([s.decode(errors="each byte") for s in strings],
+                                             add_special_tokens=False)
     for string, other in zip(strings, expected):
         ours = llamac.encoded("encode", model.pointer, string, len(string), False).tolist()
         if ours != other.ids or model.decode(ours) != string.decode(errors="each byte").encode():
@@ -106,16 +122,19 @@ def test_encodes_and_decodes_as_tokenizers_does(library, name, tmp_path, count=1
     vocabulary, rng = trained(text, pre, tmp_path / "t.json"), random.Random(f"{name} {seed}")
     write_model(vocabulary, tmp_path / "m.gguf")
     words = words_of(text)
-    strings = [s.encode() for s in STRINGS] + [random_string(rng, words) for _ in range(count)] + [text.encode()[:20_000]]
+    strings = ([s.encode() for s in STRINGS] + [random_string(rng, words) for _ in range(count)]
+               + [text.encode()[:20_000]])
     assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, strings) is None
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
 def test_a_text_may_be_no_more_than_a_contraction(library, tmp_path, pre):
     contractions = ["'s", "'t", "'m", "'d", "'re", "'ve", "'ll"]
-    vocabulary = trained(" ".join(f"it{c} {c}" for c in contractions) * 50, pre, tmp_path / "t.json", 290)
+    vocabulary = trained(" ".join(f"it{c} {c}" for c in contractions) * 50, pre,
+                         tmp_path / "t.json", 290)
     write_model(vocabulary, tmp_path / "m.gguf")
-    strings = [word[:n].encode() for c in contractions for word in (c, c.upper(), f"it{c}") for n in range(1, len(word) + 1)]
+    strings = [word[:n].encode() for c in contractions for word in (c, c.upper(), f"it{c}")
+               for n in range(1, len(word) + 1)]
     assert len(vocabulary.encode("'re")) == 1
     assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, strings) is None
 
@@ -132,61 +151,76 @@ def test_the_first_piece_takes_part_in_merges_as_any_other(library, tmp_path):
     vocabulary = Tokenizer.load(tmp_path / "tokenizer.json")
     write_model(vocabulary, tmp_path / "m.gguf")
     strings = [f"a{letter}".encode() for letter in letters]
-    assert sum(len(vocabulary.encode(s.decode())) == 1 for s in strings) > 40 and vocabulary.encode("a") == [0]
-    assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, [*strings, text.encode()]) is None
+    assert sum(len(vocabulary.encode(s.decode())) == 1 for s in strings) > 40
+    assert vocabulary.encode("a") == [0]
+    assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary,
+                      [*strings, text.encode()]) is None
 
 
 def test_characters_have_the_classes_that_regular_expressions_of_tokenizers_give_them():
-    """The first and the last character of each run in runtime/unicode.h."""
-    runs = [int(run, 16) for run in re.findall("0x([0-9a-f]+),", (ROOT / "runtime/unicode.h").read_text())]
-    found = {c: run & 3 for run, after in zip(runs, [*runs[1:], 0x110000 << 2]) for c in (run >> 2, (after >> 2) - 1)
-             if not 0xD800 <= c < 0xE000}
-    text, of_class = "".join(map(chr, found)), {n: [chr(c) for c in found if found[c] == n] for n in range(4)}
+    """Check the first and the last character of each run in runtime/unicode.h."""
+    runs = [int(run, 16) for run in
+            re.findall("0x([0-9a-f]+),", (ROOT / "runtime/unicode.h").read_text())]
+    found = {c: run & 3 for run, after in zip(runs, [*runs[1:], 0x110000 << 2])
+             for c in (run >> 2, (after >> 2) - 1) if not 0xD800 <= c < 0xE000}
+    text, of_class = "".join(map(chr, found)), {
+        n: [chr(c) for c in found if found[c] == n] for n in range(4)}
     for number, pattern in ((1, r"\p{L}"), (2, r"\p{N}"), (3, r"\s")):
         split = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
         assert [piece for piece, _ in split.pre_tokenize_str(text)] == of_class[number], pattern
-    assert [piece for piece, _ in pre_tokenizers.Digits(True).pre_tokenize_str("a".join(of_class[2]))][::2] == of_class[2]
+    assert [piece for piece, _ in
+            pre_tokenizers.Digits(True).pre_tokenize_str("a".join(of_class[2]))
+            ][::2] == of_class[2]
 
 
 def test_a_byte_that_has_no_token_is_left_out(run_bin, tmp_path):
-    """As in tokenizers: what stands around it may merge."""
+    """As in tokenizers, the bytes around it may merge."""
     content = json.loads(theirs("qwen2").to_str())
     gone = LETTERS[ord("#")]
-    content["model"]["vocab"] = {name: i for i, name in enumerate(n for n in content["model"]["vocab"] if gone not in n)}
-    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if gone not in "".join(pair)]
-    content["added_tokens"] = [token | {"id": len(content["model"]["vocab"]) + i} for i, token in enumerate(content["added_tokens"])]
+    content["model"]["vocab"] = {
+        name: i for i, name in enumerate(n for n in content["model"]["vocab"] if gone not in n)}
+    content["model"]["merges"] = [
+        pair for pair in content["model"]["merges"] if gone not in "".join(pair)]
+    content["added_tokens"] = [token | {"id": len(content["model"]["vocab"]) + i}
+                               for i, token in enumerate(content["added_tokens"])]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     vocabulary = Tokenizer.load(tmp_path / "tokenizer.json")
     write_model(vocabulary, tmp_path / "m.gguf")
     strings = ["th#e", "#", "a # b", "##the"]
-    assert tokenize(run_bin, [tmp_path / "m.gguf"], [s.encode() for s in strings]) == [vocabulary.encode(s) for s in strings]
+    assert tokenize(run_bin, [tmp_path / "m.gguf"],
+                    [s.encode() for s in strings]) == [vocabulary.encode(s) for s in strings]
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "smollm"])
 def test_a_long_text_without_an_end_is_encoded_at_once(run_bin, tmp_path, pre):
-    """Quadratic encoding of one word, of white space or of a line without digits would take hours and hit the time limit."""
+    """Long texts of one word, of white space or without digits are encoded in good time.
+
+    Quadratic encoding would take hours and exceed the time limit.
+    """
     vocabulary = trained(english(), pre, tmp_path / "t.json")
     write_model(vocabulary, tmp_path / "m.gguf")
     rng = random.Random(1)
-    for text in ("".join(rng.choices("abcdefghilmnoprstuwé日", k=100_000)), " " * 100_000, "a b " * 25_000, "\n " * 50_000, "1" * 100_000):
+    for text in ("".join(rng.choices("abcdefghilmnoprstuwé日", k=100_000)), " " * 100_000,
+                 "a b " * 25_000, "\n " * 50_000, "1" * 100_000):
         assert encode_file(run_bin, tmp_path, text.encode()) == vocabulary.encode(text)
 
 
 def test_run_prints_characters_that_several_tokens_make(run_bin, tmp_path):
-    """Each token is printed as it comes; a part of a character waits for the rest."""
+    """Each token is printed at once; an incomplete character waits for its other bytes."""
     text = "天地玄黃，宇宙洪荒。日月盈昃🙂，辰宿列張。"
     vocabulary = trained(text * 3, "qwen2", tmp_path / "t.json", 280, [])
     ids = vocabulary.encode(text)
     parts = [vocabulary.pieces()[i][0] for i in ids]
-    assert any(part.decode(errors="ignore").encode() != part and len(part) > 1 for part in parts) and len(ids) > 31
+    assert any(part.decode(errors="ignore").encode() != part and len(part) > 1 for part in parts)
+    assert len(ids) > 31
     model = small_model(vocabulary.vocab_size)
     model.args.max_seq_len = 2 * len(ids)
     export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.gguf")
     assert run(run_bin, tmp_path / "m.gguf", "-i", text, "-n", len(ids)) == text.encode() + b"\n"
 
 
-# ---- files that must be refused, or be read all the same
+# ---- damaged and unusual vocabularies
 
 TOKENS = ["<s>", "</s>", "a", "b", "c", "ab", "abc", "<|u|>", "Ġ", "[PAD]"]
 TYPES = [3, 3, 1, 1, 1, 1, 1, 4, 1, 5]
@@ -194,22 +228,29 @@ KEYS = {"pre": "qwen2", "merges": ["a b", "ab c"], "bos_token_id": 0, "eos_token
 
 
 def write_bpe(path, tokens=TOKENS, types=TYPES, model="gpt2", **changes):
-    """The smallest model with a vocabulary; changes: other values of keys, None: without the key."""
-    keys = {f"tokenizer.ggml.{key}": value for key, value in (KEYS | changes).items() if value is not None}
-    pieces = [(token if isinstance(token, bytes) else token.encode(), 0.0, kind) for token, kind in zip(tokens, types)]
+    """Write the smallest model with a vocabulary.
+
+    changes: metadata values that replace KEYS; None removes the key.
+    """
+    keys = {f"tokenizer.ggml.{key}": value
+            for key, value in (KEYS | changes).items() if value is not None}
+    pieces = [(token if isinstance(token, bytes) else token.encode(), 0.0, kind)
+              for token, kind in zip(tokens, types)]
     write_gguf(path, pieces, tokenizer=model, **keys)
 
 
 def other(number, token):
-    """TOKENS with another one."""
+    """Return the change that replaces one of TOKENS."""
     return {"tokens": [token if i == number else t for i, t in enumerate(TOKENS)]}
 
 
-HOSTILE = {  # changes, and what run must say of them
-    "no merges": ({"merges": None}, "merges is missing"), "merges are numbers": ({"merges": [1]}, "merges is missing"),
+HOSTILE = {  # (changes, text of run's error message)
+    "no merges": ({"merges": None}, "merges is missing"),
+    "merges are numbers": ({"merges": [1]}, "merges is missing"),
     "merges are one text": ({"merges": "a b"}, "merges is missing"),
     "a merge without a space": ({"merges": ["a b", "abc"]}, "merge 1 is not two tokens"),
-    **{f"the merge {merge!r}": ({"merges": [merge]}, "merge 0 is not two tokens") for merge in ("", " ", "a", "a ", " b", "  ")},
+    **{f"the merge {merge!r}": ({"merges": [merge]}, "merge 0 is not two tokens")
+       for merge in ("", " ", "a", "a ", " b", "  ")},
     "a merge of three": ({"merges": ["a b c"]}, "the second is no token"),
     "a merge of what is no token": ({"merges": ["x b"]}, "the first is no token"),
     "a merge to what is no token": ({"merges": ["b c"]}, "the whole is no token"),
@@ -223,9 +264,12 @@ HOSTILE = {  # changes, and what run must say of them
     "unknown": ({"types": [3, 3, 1, 1, 2, 1, 1, 4, 1, 5]}, "token 4 has type 2"),
     "a byte": ({"types": [3, 3, 1, 1, 6, 1, 1, 4, 1, 5]}, "token 4 has type 6"),
     "another pre-tokenizer": ({"pre": "deepseek-llm"}, "'deepseek-llm'"),
-    "no pre-tokenizer": ({"pre": None}, "the pre-tokenizer is ''"), "a number": ({"pre": 1}, "the pre-tokenizer is ''"),
-    "no end": ({"eos_token_id": None}, "eos_token_id is missing"), "an end beyond": ({"eos_token_id": 10}, "beyond the vocabulary"),
-    "a beginning beyond": ({"bos_token_id": 10}, "beyond the vocabulary"), "another model": ({"model": "bert"}, "'bert'"),
+    "no pre-tokenizer": ({"pre": None}, "the pre-tokenizer is ''"),
+    "a number": ({"pre": 1}, "the pre-tokenizer is ''"),
+    "no end": ({"eos_token_id": None}, "eos_token_id is missing"),
+    "an end beyond": ({"eos_token_id": 10}, "beyond the vocabulary"),
+    "a beginning beyond": ({"bos_token_id": 10}, "beyond the vocabulary"),
+    "another model": ({"model": "bert"}, "'bert'"),
 }
 
 
@@ -246,22 +290,29 @@ def test_damaged_vocabularies_are_refused_in_one_line(run_debug_bin, tmp_path):
 
 
 def test_no_memory_for_merges_that_are_none(run_bin, tmp_path):
-    """12 MB of empty ones would have a table of 64 MiB."""
+    """12 MB of empty merges are refused before the hash table for them, 64 MiB, is allocated."""
     path, count = tmp_path / "m.gguf", 1_572_866
-    write_bpe(path, merges=["a bbbbbb"])  # so that all tensors stay aligned
+    write_bpe(path, merges=["a bbbbbb"])  # 8 bytes, so that all tensors stay aligned
     before, after = path.read_bytes().split(struct.pack("<QQ", 1, 8) + b"a bbbbbb")
     path.write_bytes(before + struct.pack("<Q", count) + bytes(8 * count) + after)
-    done = subprocess.run([run_bin, path, "--tokenize", "-i", "a"], capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (48 << 20, 48 << 20)))
+    done = subprocess.run(
+        [run_bin, path, "--tokenize", "-i", "a"], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (48 << 20, 48 << 20)))
     assert done.returncode == 1 and "merge 0 is not two tokens" in done.stderr
 
 
 def test_what_a_vocabulary_may_lack(run_debug_bin, library, tmp_path):
-    """Bytes, ways to make a token, a beginning; where add_bos_token is missing, llama-bpe alone begins with BOS, as in llama.cpp."""
+    """Byte tokens, merges for a token, and BOS may be missing.
+
+    Without add_bos_token, only llama-bpe begins with BOS, as in llama.cpp.
+    """
     path = tmp_path / "m.gguf"
-    for changes, text, ids in (({}, "abc<|u|>ab cx", b"6 7 5 8 4"), ({"merges": ["ab c"]}, "ab", b"2 3"),
-                               ({"merges": ["ab c"], "pre": "llama-bpe"}, "ab abc", b"5 8 2 3 4"), ({}, "[PAD]</s>é", b""),
-                               ({"types": [4, 4, *TYPES[2:]]}, "a<s>b</s>", b"2 3")):  # no text is BOS or EOS
+    for changes, text, ids in (
+            ({}, "abc<|u|>ab cx", b"6 7 5 8 4"), ({"merges": ["ab c"]}, "ab", b"2 3"),
+            ({"merges": ["ab c"], "pre": "llama-bpe"}, "ab abc", b"5 8 2 3 4"),
+            ({}, "[PAD]</s>é", b""),
+            # text never becomes BOS or EOS
+            ({"types": [4, 4, *TYPES[2:]]}, "a<s>b</s>", b"2 3")):
         write_bpe(path, **changes)
         assert run(run_debug_bin, path, "--tokenize", "-i", text) == ids + b"\n", changes
     assert run(run_debug_bin, path, "-n", 5, "-t", 9, "-s", 1)
@@ -273,10 +324,11 @@ def test_what_a_vocabulary_may_lack(run_debug_bin, library, tmp_path):
 
 
 def test_merges_built_to_collide(run_debug_bin, tmp_path):
-    """Pairs whose hash is the same would make a search long."""
-    # The slot is (left << 32 | right) * C >> (64 - bits), and there are 2^bits of them for so many pairs.
+    """Refuse merges whose pairs have the same hash, which would make a lookup slow."""
+    # The slot of a pair is (left << 32 | right) * C >> (64 - bits); the table has 2^bits slots.
     golden, size, bits = 0x9E3779B97F4A7C15, 3000, 12
-    base = [f"{a}{b}{c}" for a in "abcdefghijklmnop" for b in "abcdefghijklmnop" for c in "abcdefghijklmnop"][:size]
+    base = [f"{a}{b}{c}" for a in "abcdefghijklmnop" for b in "abcdefghijklmnop"
+            for c in "abcdefghijklmnop"][:size]
     pairs = sorted((((left << 32 | right) * golden % 2**64) >> (64 - bits), left, right)
                    for left in range(2, 402) for right in range(2, 402))[:2500]
     names = ["<s>", "</s>", *base]
@@ -292,17 +344,21 @@ def compare_many(count, sources):
     for name, (number, pre) in VOCABULARIES.items():
         with tempfile.TemporaryDirectory() as folder:
             folder, rng = Path(folder), random.Random(f"long {name}")
-            vocabulary, words = trained(sources[number], pre, folder / "t.json", 4000), words_of(sources[number])
+            vocabulary, words = (trained(sources[number], pre, folder / "t.json", 4000),
+                                 words_of(sources[number]))
             write_model(vocabulary, folder / "m.gguf")
             model, each = llamac.Model(folder / "m.gguf"), count // len(VOCABULARIES)
             for at in range(0, each, 10000):
-                found = difference(model, vocabulary, [random_string(rng, words) for _ in range(min(10000, each - at))])
+                found = difference(
+                    model, vocabulary,
+                    [random_string(rng, words) for _ in range(min(10000, each - at))])
                 assert found is None, (name, found)
-            print(f"{name}, {vocabulary.vocab_size:,} tokens: {each:,} strings, no difference", flush=True)
+            print(f"{name}, {vocabulary.vocab_size:,} tokens: {each:,} strings, no difference",
+                  flush=True)
 
 
 def cpu_seconds(encode, text, times=15):
-    """Of one core; the least of some tries."""
+    """Return the CPU time in seconds of one encoding, the minimum of several tries."""
     def once():
         start = time.process_time()
         encode(text)
@@ -311,8 +367,13 @@ def cpu_seconds(encode, text, times=15):
 
 
 def time_encoding(sources):
-    """A table of CPU time: the library's encode beside tokenizers', which keeps the words that it has seen, and its first of a text."""
-    print("| vocabulary | bytes | here, ms | tokenizers, ms | tokenizers at first, ms |\n| --- | ---: | ---: | ---: | ---: |")
+    """Print a table of the CPU time of encoding.
+
+    The columns are the library, tokenizers with a cache of the words it has seen, and the first
+    encoding by tokenizers, without that cache.
+    """
+    print("| vocabulary | bytes | here, ms | tokenizers, ms | tokenizers at first, ms |\n"
+          "| --- | ---: | ---: | ---: | ---: |")
     for name, (number, pre) in VOCABULARIES.items():
         with tempfile.TemporaryDirectory() as folder:
             vocabulary = trained(sources[number], pre, Path(folder, "t.json"), 16000, [])
@@ -322,8 +383,10 @@ def time_encoding(sources):
                 text = source[len(source) // 2:][:size].decode(errors="ignore")
                 fresh = tokenizers.Tokenizer.from_str(vocabulary.model.to_str())
                 first = cpu_seconds(fresh.encode, text, 1)
-                ours, theirs = (cpu_seconds(encode, text) for encode in (lambda t: model.encode(t, bos=False), fresh.encode))
-                print(f"| {name} | {len(text.encode()):,} | {1e3 * ours:.2f} | {1e3 * theirs:.2f} | {1e3 * first:.2f} |", flush=True)
+                ours, theirs = (cpu_seconds(encode, text)
+                                for encode in (lambda t: model.encode(t, bos=False), fresh.encode))
+                print(f"| {name} | {len(text.encode()):,} | {1e3 * ours:.2f} | "
+                      f"{1e3 * theirs:.2f} | {1e3 * first:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints under damage, interruption and full disks."""
+"""Test checkpoints and run folders under damage, interruption and full disks."""
 import errno
 import json
 import math
@@ -50,12 +50,15 @@ def test_round_trip(tmp_path, vocabulary):
 
 def test_a_setting_that_was_renamed_since_is_taken(tmp_path, vocabulary):
     model, train = {"args": {}, "model": {}}, {"optimizer": {}, "state": {}}
-    folder = checkpoint.save(tmp_path, checkpoint.Contents(3, model, train, {"patience": 4, "seed": 5}, vocabulary))
-    known = {"early_stop": 0, "seed": 1337, "init_from": "auto", "eval_only": False, "out_dir": "out", "max_iters": 9}
+    folder = checkpoint.save(
+        tmp_path, checkpoint.Contents(3, model, train, {"patience": 4, "seed": 5}, vocabulary))
+    known = {"early_stop": 0, "seed": 1337, "init_from": "auto", "eval_only": False,
+             "out_dir": "out", "max_iters": 9}
     s = Config(known, known, {})
     taken, _, changes = resume.resume_settings(s, folder, set())
     assert taken["early_stop"] == 4 and taken["seed"] == 5 and not changes
-    assert resume.resume_settings(s.changed(early_stop=2), folder, {"early_stop"})[2] == [["early_stop", "4", "2"]]
+    assert resume.resume_settings(s.changed(early_stop=2), folder, {"early_stop"})[2] == [
+        ["early_stop", "4", "2"]]
 
 
 def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
@@ -63,13 +66,15 @@ def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
         save(tmp_path, step, vocabulary, metric=abs(step - 2.0))
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000002", "step_00000005"]
     assert checkpoint.pointer(tmp_path, "best").name == "step_00000002"
-    assert checkpoint.pointer(tmp_path, "latest").name == "step_00000005" == checkpoint.newest(tmp_path).name
+    assert (checkpoint.pointer(tmp_path, "latest").name == "step_00000005"
+            == checkpoint.newest(tmp_path).name)
     assert checkpoint.locate(tmp_path).name == "step_00000002"
 
 
 def test_a_users_copy_of_a_checkpoint_is_neither_counted_nor_removed(tmp_path, vocabulary):
     save(tmp_path, 1, vocabulary)
-    mine = [tmp_path / "checkpoints" / name for name in ("step_00000001_mine", "step_mine", "step_00000001.bak")]
+    mine = [tmp_path / "checkpoints" / name
+            for name in ("step_00000001_mine", "step_mine", "step_00000001.bak")]
     for path in mine:
         shutil.copytree(checkpoint.step_folder(tmp_path, 1), path)
     for step in range(2, 5):
@@ -80,19 +85,23 @@ def test_a_users_copy_of_a_checkpoint_is_neither_counted_nor_removed(tmp_path, v
 
 def test_the_writer_reports_a_failing_disk_and_goes_on():
     writer, done = checkpoint.Writer(), []
+
     def fail():
         raise OSError(28, "No space left on device")
+
     assert writer.start(fail) is None
     assert writer.start(lambda: done.append(1)).errno == 28
     assert writer.wait() is None and done == [1]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_the_writer_reports_a_want_of_memory_and_raises_all_else_in_the_loop(error):
     writer, done = checkpoint.Writer(), []
 
     def raising(error):
         raise error
+
     writer.start(lambda: raising(error))
     assert writer.start(lambda: raising(SystemExit(2))) is error
     with pytest.raises(SystemExit):
@@ -106,26 +115,31 @@ def test_the_writer_reports_a_want_of_memory_and_raises_all_else_in_the_loop(err
 def test_where_no_thread_can_start_the_loop_writes_itself(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", start)
     writer, done = checkpoint.Writer(), []
     assert writer.start(lambda: done.append(1)) is None and writer.wait() is None and done == [1]
 
 
 @pytest.mark.parametrize("error, raised", [
-    (MemoryError(), MemoryError), (RuntimeError("can't allocate memory"), MemoryError), (KeyboardInterrupt(), KeyboardInterrupt),
-    (SystemExit(2), SystemExit), (RuntimeError("unexpected pos"), OSError)])
-def test_whatever_a_save_fails_of_leaves_the_old_one_and_no_folder(tmp_path, vocabulary, monkeypatch, error, raised):
+    (MemoryError(), MemoryError), (RuntimeError("can't allocate memory"), MemoryError),
+    (KeyboardInterrupt(), KeyboardInterrupt), (SystemExit(2), SystemExit),
+    (RuntimeError("unexpected pos"), OSError)])
+def test_whatever_a_save_fails_of_leaves_the_old_one_and_no_folder(
+        tmp_path, vocabulary, monkeypatch, error, raised):
     save(tmp_path, 1, vocabulary, 1.0)
 
     def fail(*_):
         raise error
+
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(raised):
         save(tmp_path, 2, vocabulary, 2.0)
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
 
 
-def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_in_is_left_alone(tmp_path, vocabulary, capsys):
+def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_in_is_left_alone(
+        tmp_path, vocabulary, capsys):
     out, moved = tmp_path / "out", tmp_path / "moved"
     run_folder.claim(out)
     save(out, 1, vocabulary)
@@ -134,14 +148,18 @@ def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_i
     assert "out was deleted or moved while this process trains in it" in capsys.readouterr().out
     assert run_folder.is_run(out) and run_folder.is_file_at(run_folder.held, out / "trainer.json")
     out.rename(moved)
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import run_folder; "
-               f"run_folder.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); "
+        "from engine.training import run_folder; "
+        f"run_folder.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE,
+                          text=True) as other:
         other.stdout.readline()
         for _ in range(2):
             with pytest.raises(OSError, match="another process trains there"):
                 save(out, 3, vocabulary)
-        assert os.listdir(out) == ["trainer.json"] and checkpoint.newest(moved).name == "step_00000002"
+        assert os.listdir(out) == ["trainer.json"]
+        assert checkpoint.newest(moved).name == "step_00000002"
         other.kill()
     (out / "model.gguf").write_text("mine")
     (out / "trainer.json").unlink()
@@ -152,8 +170,12 @@ def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_i
 
 
 def test_weights_do_not_change_while_they_are_written(tmp_path, vocabulary, monkeypatch):
-    """A snapshot follows no list or number; the tensors of a CPU are not copied, but an update waits for the writer."""
-    weight, writer, released = torch.nn.Parameter(torch.ones(2)), checkpoint.Writer(), threading.Event()
+    """
+    A snapshot copies lists and numbers. It shares tensors on the CPU with the model, so
+    optimizer.step() waits for the writer.
+    """
+    weight, writer, released = (torch.nn.Parameter(torch.ones(2)), checkpoint.Writer(),
+                                threading.Event())
     opt = optim.CombinedOptimizer(torch.nn.ParameterList([weight]), optim.AdamW([weight], 1))
     live = {"a": [weight], "b": 3}
     kept = checkpoint.snapshot(live)
@@ -211,7 +233,8 @@ def test_cannot_run_code(tmp_path, vocabulary, capsys):
     folder = checkpoint.newest(tmp_path)
     torch.save(Evil(), folder / "model.pt")
     manifest = json.loads((folder / "checkpoint.json").read_text())
-    manifest["files"]["model.pt"] = [(folder / "model.pt").stat().st_size, files.sha256(folder / "model.pt")]
+    manifest["files"]["model.pt"] = [(folder / "model.pt").stat().st_size,
+                                     files.sha256(folder / "model.pt")]
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit):
         checkpoint.load(folder)
@@ -226,7 +249,8 @@ def test_nothing_there_is_one_line(tmp_path, capsys):
 
 def test_a_failing_disk_leaves_the_old_one(tmp_path, vocabulary, monkeypatch):
     save(tmp_path, 1, vocabulary, 1.0)
-    monkeypatch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(torch, "save", lambda *a:
+                        (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2, vocabulary, 2.0)
     assert checkpoint.newest(tmp_path).name == "step_00000001"
@@ -248,18 +272,21 @@ def test_set_aside_moves_a_run_and_nothing_else(tmp_path, vocabulary):
         assert checkpoint.newest(out) is None and all(path.read_text() == "mine" for path in kept)
     (out / "log.jsonl").write_text("")
     assert run_folder.set_aside(out) is None
-    (out / "log.jsonl").write_text('{"iter": 0}\n')  # a run that was killed before its first checkpoint
-    assert run_folder.set_aside(out).name == "out.old3" and (tmp_path / "out.old3/log.jsonl").exists()
+    (out / "log.jsonl").write_text('{"iter": 0}\n')  # a run killed before its first checkpoint
+    assert run_folder.set_aside(out).name == "out.old3"
+    assert (tmp_path / "out.old3/log.jsonl").exists()
     run_folder.release()
-    run_folder.claim(tmp_path / "out.old3")  # is a run, too
+    run_folder.claim(tmp_path / "out.old3")  # the moved folder counts as a run, too
     run_folder.release()
 
 
 def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
-    """Beside checkpoints, inside one, and under a name that a writer of checkpoints uses."""
-    mine = [tmp_path / name for name in ("notes.tmp", "model.gguf.tmp", "checkpoints/step_mine/model.bin", "checkpoints/step_1000/model.pt",
-                                         "checkpoints/.tmp_mine/a", "checkpoints/step_00000001/notes.txt",
-                                         "checkpoints/step_00000003.damaged/model.pt")]
+    """Keep the user's files beside checkpoints, inside one, and under names like the trainer's."""
+    mine = [tmp_path / name
+            for name in ("notes.tmp", "model.gguf.tmp", "checkpoints/step_mine/model.bin",
+                         "checkpoints/step_1000/model.pt", "checkpoints/.tmp_mine/a",
+                         "checkpoints/step_00000001/notes.txt",
+                         "checkpoints/step_00000003.damaged/model.pt")]
     save(tmp_path, 1, vocabulary)
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -274,7 +301,8 @@ def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
 @pytest.mark.parametrize("harm, words", [
     (lambda f: os.truncate(f / "train.pt", 1000), "train.pt has 1,000 bytes, expected"),
     (lambda f: (f / "train.pt").unlink(), "train.pt is missing"),
-    (lambda f: (f / "model.pt").write_bytes(b"x" * (f / "model.pt").stat().st_size), "model.pt is not what was saved"),
+    (lambda f: (f / "model.pt").write_bytes(b"x" * (f / "model.pt").stat().st_size),
+     "model.pt is not what was saved"),
     (lambda f: (f / "checkpoint.json").write_text("{"), "checkpoint.json cannot be read"),
 ])
 def test_a_damaged_checkpoint_is_set_aside_and_named(tmp_path, vocabulary, harm, words):
@@ -288,10 +316,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_named(tmp_path, vocabulary, harm,
     assert run_folder.recover(tmp_path) == (found, [])
     harm(found)
     assert run_folder.recover(tmp_path)[0] is None
-    assert run_folder.recover(tmp_path)[1]  # told again as long as there is no other
+    assert run_folder.recover(tmp_path)[1]  # reported again while there is no intact checkpoint
 
 
-def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(tmp_path, vocabulary, monkeypatch):
+def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
+        tmp_path, vocabulary, monkeypatch):
     save(tmp_path, 1, vocabulary, 1.0)
     rename, calls = os.rename, []
 
@@ -300,8 +329,9 @@ def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
         if len(calls) > 1:
             raise KeyboardInterrupt
         rename(a, b)
+
     monkeypatch.setattr(os, "rename", die)
-    with pytest.raises(KeyboardInterrupt):  # between the renaming of the old one and of the new one
+    with pytest.raises(KeyboardInterrupt):  # after the rename of the old checkpoint, before the new
         save(tmp_path, 1, vocabulary, 2.0)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) is None
@@ -310,8 +340,11 @@ def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
 
 
 def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys):
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import run_folder; "
-               f"run_folder.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); "
+        "from engine.training import run_folder; "
+        f"run_folder.claim({str(tmp_path / 'out')!r}); "
+        "print('claimed', flush=True); time.sleep(600)")
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
     with pytest.raises(SystemExit) as end:
@@ -329,7 +362,8 @@ CLAIMING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from engine.training import run_folder
-for name in ("is_run", "refuse_foreign", "write_mark"):  # each step of a claim takes some time, so that others come in between
+for name in ("is_run", "refuse_foreign", "write_mark"):  # each step of a claim takes some time, \
+so that others come in between
     def slow(*args, step=getattr(run_folder, name)):
         found = step(*args)
         time.sleep(0.05)
@@ -358,18 +392,24 @@ for folder in range(6):
 def test_of_trainings_begun_together_one_claims_the_folder_and_the_others_are_told_so(tmp_path):
     program = CLAIMING.format(root=str(ROOT), out=str(tmp_path / "out"))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [["claimed", "refused", "refused"]] * 6, done.stderr
-    assert done.stderr.count("another process trains there") == done.stderr.count("\n") == 12, done.stderr
+    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [
+        ["claimed", "refused", "refused"]] * 6, done.stderr
+    assert (done.stderr.count("another process trains there")
+            == done.stderr.count("\n") == 12), done.stderr
 
 
 def test_a_lock_on_a_mark_that_was_removed_is_none(tmp_path, monkeypatch):
-    """Another process removes its mark, as a refused run does, after this one has opened it."""
+    """
+    Another process removes its trainer.json, as a refused run does, after this process has opened
+    that file: claim() opens it again and locks the new one.
+    """
     run_folder.claim(tmp_path)
     (tmp_path / "trainer.json").rename(tmp_path / "gone")
     first = open(tmp_path / "gone", "r+", encoding="utf-8")
     run_folder.release()
     opened = iter([first])
-    monkeypatch.setattr("builtins.open", lambda *args, open=open, **named: next(opened, None) or open(*args, **named))
+    monkeypatch.setattr("builtins.open", lambda *args, open=open, **named:
+                        next(opened, None) or open(*args, **named))
     run_folder.claim(tmp_path)
     monkeypatch.undo()
     assert first.closed and run_folder.is_file_at(run_folder.held, tmp_path / "trainer.json")
@@ -384,7 +424,8 @@ def test_a_refused_training_leaves_an_empty_file_of_the_users_and_none_of_its_ow
             (tmp_path / name / "trainer.json").touch()
         with pytest.raises(SystemExit):
             run_folder.claim(tmp_path / name)
-        assert (tmp_path / name / "trainer.json").exists() == theirs and (tmp_path / name / "model.gguf").read_text() == "mine"
+        assert (tmp_path / name / "trainer.json").exists() == theirs
+        assert (tmp_path / name / "model.gguf").read_text() == "mine"
     (tmp_path / "link").mkdir()
     (tmp_path / "link/trainer.json").symlink_to(tmp_path / "nothing")
     with pytest.raises(SystemExit):
@@ -392,9 +433,10 @@ def test_a_refused_training_leaves_an_empty_file_of_the_users_and_none_of_its_ow
     assert (tmp_path / "link/trainer.json").is_symlink() and not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
-                                  "latest", "diff.patch", "model.gguf.4194305.tmp", "checkpoints/step_00001000/model.pt",
-                                  "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])
+@pytest.mark.parametrize("name", [
+    "model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
+    "latest", "diff.patch", "model.gguf.4194305.tmp", "checkpoints/step_00001000/model.pt",
+    "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])
 def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, capsys):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -402,7 +444,9 @@ def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, 
     with pytest.raises(SystemExit) as end:
         run_folder.claim(tmp_path)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and name.removesuffix("/mine").removesuffix("/model.pt") in err
+    assert end.value.code == 2
+    assert err.count("\n") == 1
+    assert name.removesuffix("/mine").removesuffix("/model.pt") in err
     assert path.read_text() == "mine" and [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
@@ -417,6 +461,7 @@ def test_a_run_from_before_the_mark_goes_on(tmp_path, vocabulary):
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
+
     monkeypatch.setattr(run_folder.system, "lock", none)
     run_folder.claim(tmp_path)
     run_folder.release()
@@ -427,7 +472,8 @@ def test_the_newest_run_of_a_folder(tmp_path, vocabulary, capsys):
     for number, name in enumerate(["b", "a"]):
         save(tmp_path / name, 1, vocabulary)
         os.utime(checkpoint.newest(tmp_path / name), (number, number))
-    assert checkpoint.newest_run(tmp_path) == str(tmp_path / "a") and "the newest run" in capsys.readouterr().err
+    assert checkpoint.newest_run(tmp_path) == str(tmp_path / "a")
+    assert "the newest run" in capsys.readouterr().err
     for path in (tmp_path / "b", checkpoint.newest(tmp_path / "b"), vocabulary):
         assert checkpoint.newest_run(path) == str(path)
     assert not capsys.readouterr().err
@@ -435,12 +481,14 @@ def test_the_newest_run_of_a_folder(tmp_path, vocabulary, capsys):
 
 
 def test_a_kill_while_the_log_is_rewritten_loses_no_row(tmp_path):
-    """The kernel kills the process in the middle of a write that goes beyond the limit."""
+    """The kernel kills the process in the middle of a write that exceeds RLIMIT_FSIZE."""
     rows = "".join(json.dumps({"iter": n, "tokens": n}) + "\n" for n in range(100))
     (tmp_path / "log.jsonl").write_text(rows)
-    program = (f"import resource, signal, sys; sys.path.insert(0, {str(ROOT)!r}); import track\n"
-               "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
-               f"track.Jsonl({str(tmp_path)!r}, {{}}, 99)")
+    program = (
+        f"import resource, signal, sys; sys.path.insert(0, {str(ROOT)!r}); import track\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+        f"track.Jsonl({str(tmp_path)!r}, {{}}, 99)")
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGXFSZ
     assert (tmp_path / "log.jsonl").read_text() == rows
 
@@ -451,7 +499,8 @@ sys.path.insert(0, {root!r})
 from engine.training import checkpoint
 for step in range(1, 10000):
     value = torch.full((400, 400), float(step))
-    checkpoint.save({out!r}, checkpoint.Contents(step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}},
+    checkpoint.save({out!r}, checkpoint.Contents(step, {{"args": {{}}, "model": {{"w": value}}}}, \
+{{"state": {{"step": step}}}},
                                                  {{}}, {vocabulary!r}, -step // 3))
     print(step, flush=True)
 """
@@ -462,8 +511,9 @@ def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary, times
     for attempt in range(times):
         out = tmp_path / str(attempt)
         script = KILLED.format(root=str(ROOT), out=str(out), vocabulary=str(vocabulary))
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        lines = [process.stdout.readline() for _ in range(2)]  # it is saving now, again and again
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
+                                   text=True)
+        lines = [process.stdout.readline() for _ in range(2)]  # from now on it saves continuously
         time.sleep(0.003 * attempt)
         process.send_signal(signal.SIGKILL)
         done = [int(line) for line in lines + process.stdout.read().split("\n") if line.strip()]
@@ -471,7 +521,8 @@ def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary, times
         found = checkpoint.newest(out)
         step = checkpoint.load(found, "train")["state"]["step"]
         assert done[-1] <= step <= done[-1] + 1
-        assert torch.equal(checkpoint.load(found)["model"]["w"], torch.full((400, 400), float(step)))
+        assert torch.equal(checkpoint.load(found)["model"]["w"],
+                           torch.full((400, 400), float(step)))
         assert checkpoint.pointer(out, "latest") is not None
 
 
@@ -490,19 +541,22 @@ distributed.shard(model)
 opt = make_optimizer(model, OptimizerConfig("muon", 0.01))
 def save(step):
     train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
-    parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)
+    parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": \
+dict(model.named_parameters())}}), checkpoint.snapshot(train)
     return checkpoint.save({out!r}, checkpoint.Contents(step, *parts, {{}}, {vocabulary!r}, 1.0))
 folder = save(1)
 distributed.gather(lambda: None)  # the first process publishes
 loaded = checkpoint.load(folder)["model"]
 assert loaded.keys() == whole.keys() and all(torch.equal(loaded[k], v) for k, v in whole.items())
 if distributed.rank == 1:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # its disk is full, the other's is not
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # its disk is full, \
+the other's is not
 try:
     save(2)
     print("no error")
 except OSError as e:
-    sys.stdout.write(f"process {{distributed.rank}} failed: {{str(e).splitlines()[0]}}\\n")  # one write: two share the pipe
+    sys.stdout.write(f"process {{distributed.rank}} failed: \
+{{str(e).splitlines()[0]}}\\n")  # one write: two share the pipe
 distributed.close()
 """
 
@@ -512,8 +566,10 @@ def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
     out = tmp_path / "out"
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.format(root=str(ROOT), out=str(out), vocabulary=str(vocabulary)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               script]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("failed: process 1:") == 2 and "no error" not in done.stdout
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_00000001"]
@@ -521,8 +577,10 @@ def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
     sizes = {p.name[:11]: p.stat().st_size for p in folder.glob("*.*")}
     assert {"shard-00001", "shard-00002"} < set(sizes) and sizes["model.pt"] < 4000
     weights = checkpoint.load(folder)["model"]
-    assert weights["layers.0.feed_forward.w1.weight"].shape == (96, 32) and len(weights) == len(list(weights)) == 11
-    (folder / next(name for name in os.listdir(folder) if name.startswith("shard-00002"))).write_bytes(b"x" * sizes["shard-00002"])
+    assert weights["layers.0.feed_forward.w1.weight"].shape == (96, 32)
+    assert len(weights) == len(list(weights)) == 11
+    (folder / next(name for name in os.listdir(folder)
+                   if name.startswith("shard-00002"))).write_bytes(b"x" * sizes["shard-00002"])
     with pytest.raises(SystemExit):
         checkpoint.load(folder)
     assert "damaged" in capsys.readouterr().err
@@ -536,20 +594,27 @@ def test_what_stands_behind_an_error_of_torch_save_is_told(tmp_path, monkeypatch
             raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904
 
     monkeypatch.setattr(torch, "save", save)
-    for behind, number in (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC), (ValueError("closed"), None):
+    for behind, number in ((OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+                           (ValueError("closed"), None)):
         with pytest.raises(OSError) as e:
             checkpoint.torch_save(behind, tmp_path / "model.pt")
         assert e.value.errno == number and ("unexpected pos" in str(e.value)) == (number is None)
 
 
 def test_a_file_may_be_written_by_several_at_once(tmp_path, vocabulary):
-    """Each has a name of its own until it is whole; what a killed one has left goes when the run goes on."""
+    """
+    Each writer uses its own temporary name until its file is complete. recover() removes the
+    temporary file of a killed writer.
+    """
     mine = tmp_path / "model.gguf.tmp"
     mine.write_text("mine")
-    program = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom engine.files import replacing\n"
-               f"with replacing({str(tmp_path / 'model.gguf')!r}) as f:\n"
-               "    for _ in range(3): f.write(sys.argv[1].encode() * 1000); f.flush(); print(flush=True); sys.stdin.readline()\n")
-    writers = [subprocess.Popen([sys.executable, "-c", program, word], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for word in "abc"]
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom engine.files import replacing\n"
+        f"with replacing({str(tmp_path / 'model.gguf')!r}) as f:\n"
+        "    for _ in range(3): f.write(sys.argv[1].encode() * 1000); f.flush(); "
+        "print(flush=True); sys.stdin.readline()\n")
+    writers = [subprocess.Popen([sys.executable, "-c", program, word], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE) for word in "abc"]
     for _ in range(2):
         for writer in writers:
             assert writer.stdout.readline()
@@ -562,7 +627,7 @@ def test_a_file_may_be_written_by_several_at_once(tmp_path, vocabulary):
     writers[2].kill()
     writers[2].wait()
     run_folder.recover(tmp_path)
-    assert len([*tmp_path.glob("model.gguf.*.tmp")]) == 2  # whose writers live
+    assert len([*tmp_path.glob("model.gguf.*.tmp")]) == 2  # those of the two running writers
     for writer, word in zip(writers[:2], "ab"):
         writer.communicate(b"\n")
         assert writer.returncode == 0 and (tmp_path / "model.gguf").read_text() == word * 3000
@@ -577,8 +642,10 @@ def test_a_manifest_of_another_shape_is_none(tmp_path, vocabulary):
 
 
 @pytest.mark.parametrize("metric, is_valid", [
-    (None, True), (3, True), (1.5, True), ("1.5", False), ([1.5], False), (True, False), (math.nan, False), (math.inf, False), (10 ** 400, False)])
-def test_the_metric_of_a_manifest_is_none_or_a_finite_number(metric, is_valid, tmp_path, vocabulary):
+    (None, True), (3, True), (1.5, True), ("1.5", False), ([1.5], False), (True, False),
+    (math.nan, False), (math.inf, False), (10 ** 400, False)])
+def test_the_metric_of_a_manifest_is_none_or_a_finite_number(
+        metric, is_valid, tmp_path, vocabulary):
     save(tmp_path, 1, vocabulary)
     path = checkpoint.newest(tmp_path) / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"metric": metric}))
@@ -590,16 +657,22 @@ def test_of_several_files_none_stays_half_written_and_the_error_is_the_first(tmp
         for name in "a", "b":
             with writing(tmp_path / name) as f:
                 f.write(b"new")
-        (tmp_path / "b").mkdir()  # so that a is renamed and b can't be
+        (tmp_path / "b").mkdir()  # a can be renamed, b can't
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_settings_of_old_checkpoints_are_translated():
-    old = {"patience": 3, "tied": False, "sharded": True, "within_documents": False, "vocab_most": 400, "text_most": 9, "table_rate": 2.0,
-           "skip_bad": True, "checks": "all", "wandb_watch": "all", "noise_scale": True, "head_width": 24, "dim": 64}
+    old = {
+        "patience": 3, "tied": False, "sharded": True, "within_documents": False, "vocab_most": 400,
+        "text_most": 9, "table_rate": 2.0, "skip_bad": True, "checks": "all", "wandb_watch": "all",
+        "noise_scale": True, "head_width": 24, "dim": 64}
     found = advice.renamed(old)
     assert not found.keys() & {"tied", "skip_bad", "wandb_watch", "noise_scale"}
-    expected = {"early_stop": 3, "tie_embeddings": False, "fsdp": True, "document_mask": False, "max_vocab_size": 400, "max_text_bytes": 9,
-                "embedding_lr_scale": 2.0, "checks": "-files", "dim": 64}
+    expected = {
+        "early_stop": 3, "tie_embeddings": False, "fsdp": True, "document_mask": False,
+        "max_vocab_size": 400, "max_text_bytes": 9, "embedding_lr_scale": 2.0, "checks": "-files",
+        "dim": 64}
     assert found.items() >= expected.items() and resume.leaves_out(found["checks"], "files")
-    assert advice.renamed({"wandb_watch": "off", "noise_scale": False, "wandb_tables": False})["log_extras"] == "model" and advice.renamed(found) == found
+    assert advice.renamed({
+        "wandb_watch": "off", "noise_scale": False, "wandb_tables": False})["log_extras"] == "model"
+    assert advice.renamed(found) == found

@@ -1,6 +1,7 @@
 """
-The GPU's kernels. On the CPU they run as they are, thread by thread, under sanitizers (cuda_on_cpu/); with nvcc they are
-compiled for real; with a GPU they run there. Every op against the CPU's, whole models against the CPU's program.
+Tests of the GPU kernels. On the CPU, an emulation runs the same code, thread by thread, under
+sanitizers (cuda_on_cpu/). With nvcc the kernels are compiled for a GPU, and with a GPU they run
+there. Each op is compared with the CPU's, and whole models with the CPU's program.
 """
 import json
 import os
@@ -17,89 +18,105 @@ from .test_architectures import random_model, write_gguf
 from .test_run import K_FORMS, TEXT, Model, ids_of
 
 CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")
-EMULATED = [CXX, "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Itests/cuda_on_cpu"]
+EMULATED = [CXX, "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
+            "-Itests/cuda_on_cpu"]
 
 UNSANITIZED = ["-O1", "-fno-strict-aliasing"]
-WATCH = ["-O2", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]  # -O2: GCC shows it no structs passed by value
-
+# -O2: GCC then hides structs passed by value from ThreadSanitizer.
+WATCH = ["-O2", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]
 
 def gpu_problem():
-    """Why nothing can run on a GPU here, or None."""
+    """Return the reason why this machine can't run anything on a GPU, or None."""
     if not shutil.which("nvcc"):
         return "no nvcc here"
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
+    found = (subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+             if shutil.which("nvidia-smi") else None)
     return None if found and "GPU" in found.stdout else "no GPU here"
 
 
-# variants of the kernel of whole tokens, and words that are zeroed before every token
+# Variants of the kernel of whole tokens, and words that are zeroed before each token.
 CARRIED = ["-DCARRIED=1", "-DSPLIT_POSITIONS=32", "-DLAST_EPOCH=5"]
 
 
 def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=(), kernels=()):
     """
-    The program made of `sources` and the kernels, for the GPU at hand or, under sanitizers, with their emulation. Of the
-    sources that are `watched`, ThreadSanitizer sees all accesses. The library's objects are those of other tests' programs.
-    kernels: more of the compiler's options for the kernels.
+    Build the program of `sources` and the kernels and return its path. It runs on the GPU of this
+    machine or, under sanitizers, with the emulation. The library's objects are shared with the
+    programs of other tests.
+
+    watched: sources of which ThreadSanitizer sees all accesses. kernels: more compiler options for
+    the kernels.
     """
     objects = []
-    for source in (*sources, *LIBRARY, "runtime/cuda/cuda.cu", *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
+    for source in (*sources, *LIBRARY, "runtime/cuda/cuda.cu",
+                   *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
         if source.endswith(".c"):
             command = [CC, "-std=c11", *WARN, *(["-O2"] if gpu else emulated)]
-            with_cuda = [*command, "-DCUDA"]  # only where it changes something: other objects are shared with other tests
-            command = with_cuda if preprocessed(source, with_cuda) != preprocessed(source, command) else command
+            # -DCUDA only where it changes something: other objects are shared with other tests.
+            with_cuda = [*command, "-DCUDA"]
+            command = (with_cuda if preprocessed(source, with_cuda) != preprocessed(source, command)
+                       else command)
         elif gpu:
             objects.append(folder / f"{source.replace('/', '-')}.o")
             if not objects[-1].exists():
-                subprocess.run(["nvcc", "-std=c++17", "-arch=native", "-O2", "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
+                subprocess.run(
+                    ["nvcc", "-std=c++17", "-arch=native", "-O2", "-c", source, "-o", objects[-1]],
+                    check=True, cwd=ROOT)
             continue
         elif source.endswith("fibers.cpp"):
             command = [*EMULATED, "-O2", *(flag for flag in emulated if flag.startswith("-D"))]
         else:
-            command = [*EMULATED, *emulated, "-g0", *(WATCH if source in watched else ())]  # -g takes a quarter of the time
+            # -g0: debug information would take a quarter of the time.
+            command = [*EMULATED, *emulated, "-g0", *(WATCH if source in watched else ())]
             command += kernels if source.endswith(".cu") else []
         objects.append(compile_object(source, command))
-    link = ["nvcc", "-arch=native"] if gpu else [CXX, *emulated, *["-fsanitize=thread"] * bool(watched)]
+    link = (["nvcc", "-arch=native"] if gpu
+            else [CXX, *emulated, *["-fsanitize=thread"] * bool(watched)])
     program = folder / f"{Path(sources[0]).stem}"
     subprocess.run([*link, "-o", program, *objects, "-lm", "-lpthread"], check=True)
     return program
 
 
 def build_products(folder, variant="-DRAW_STAGES=0", emulated=UNSANITIZED, races=False):
-    """cuda_products with the kernels of a variant; with `races` under ThreadSanitizer."""
+    """Build cuda_products with a variant of the kernels; with `races` under ThreadSanitizer."""
     races_flag = ["-DRACES"] * races
     command = [*EMULATED, *emulated, "-g0", variant, *races_flag, *WATCH * races]
     objects = [compile_object("tests/cuda_products.cpp", command),
                compile_object("tests/cuda_on_cpu/fibers.cpp", [*EMULATED, "-O2", *races_flag])]
     program = folder / f"cuda_products{variant}"
-    subprocess.run([CXX, *emulated, *["-fsanitize=thread"] * races, "-o", program, *objects], check=True)
+    subprocess.run([CXX, *emulated, *["-fsanitize=thread"] * races, "-o", program, *objects],
+                   check=True)
     return program
 
 
 def run(binary, *args, status=0, limit=300, **environment):
     environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
     environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0:halt_on_error=1")
-    done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=limit)
+    done = subprocess.run([binary, *map(str, args)], capture_output=True,
+                          env=os.environ | environment, timeout=limit)
     assert done.returncode == status, done.stderr.decode()
     return done
 
 
 def test_the_kernels_are_valid_beside_their_emulation():
-    """make test-long runs them; this finds what does not compile."""
+    """This test finds compile errors; make test-long runs the kernels."""
     subprocess.run([*EMULATED, "-fsyntax-only", "runtime/cuda/cuda.cu"], check=True, cwd=ROOT)
 
 
 @pytest.mark.slow
 def test_variants_of_prompt_products_have_the_same_bits(tmp_path):
     """
-    Weights of all types copied as they are, or stored before others are loaded; each also beside sums in double precision.
-    Copies are done as late as they may be, and then at once.
+    Weights of each type are copied in their stored format, or stored before others are loaded.
+    cuda_products also compares each product with sums in double precision. The emulation first does
+    copies as late as CUDA allows, and then at once.
     """
     environment = {"CUDA_ON_CPU_ORDER": "2", "CUDA_ON_CPU_MULTIPROCESSORS": "3"}
     variants = "-DRAW_STAGES=0", "-DRAW_STAGES=4", "-DSTORES_FIRST=1"
     default, raw, stores = (build_products(tmp_path, variant) for variant in variants)
     expected = run(default, 5, 2, **environment).stdout
     assert expected.count(b"\n") == 20
-    assert run(raw, 5, 2, **environment).stdout == run(stores, 5, 2, **environment).stdout == expected
+    assert (run(raw, 5, 2, **environment).stdout == run(stores, 5, 2, **environment).stdout
+            == expected)
     assert run(raw, 5, 2, CUDA_ON_CPU_EARLY_COPIES="1", **environment).stdout == expected
 
 
@@ -128,18 +145,22 @@ def runcuda_bin(objects, where):
 @pytest.mark.slow
 def test_ops_equal_the_cpus(ops_bin, where):
     """
-    On random shapes; emulated, with the threads of a block taking turns in random order. Where there are few
-    multiprocessors, the tiles of prompt products are large.
+    The shapes are random. In the emulation, the threads of a block take turns in random order. With
+    few multiprocessors, the tiles of prompt products are large.
     """
     for seed, few in ((1, "12"),) if where else ((1, "12"), (12, "1")):
-        done = run(ops_bin, seed, 20 if where else 1 + (few == "12"), CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS=few)
+        done = run(ops_bin, seed, 20 if where else 1 + (few == "12"), CUDA_ON_CPU_ORDER="2",
+                   CUDA_ON_CPU_MULTIPROCESSORS=few)
         print(done.stdout.decode())
 
 
 @pytest.mark.slow
 def test_barriers_that_carry_their_data(tmp_path):
-    """Two shapes of whole tokens with the kernel's variants, one block after another much slower than the others: a block that waits
-    for what was overwritten meanwhile waits for ever."""
+    """
+    The variants of the kernel compute whole tokens of two shapes, while one block after another is
+    much slower than the others. A block that waits for a value that was overwritten would wait
+    forever.
+    """
     unsanitized = [*UNSANITIZED, "-fno-sanitize=all"]
     binary = build(tmp_path, "tests/cuda_ops.cpp", kernels=[*unsanitized, *CARRIED])
     done = run(binary, 2, limit=60, CUDA_ON_CPU_MULTIPROCESSORS="12", CUDA_ON_CPU_ORDER="3")
@@ -151,14 +172,16 @@ def logits(binary, args, vocab, **environment):
     return np.frombuffer(out, np.float32).reshape(-1, vocab)
 
 
-NARROW = {"v1:": 1e-3, "v2:32": 1e-2, "f32": 1e-3, "bf16": 1e-2, "q4_0": 1e-2}  # rows of less than 256, and how exact they are
+# Types that allow rows of less than 256 numbers, with their max relative error.
+NARROW = {"v1:": 1e-3, "v2:32": 1e-2, "f32": 1e-3, "bf16": 1e-2, "q4_0": 1e-2}
 
 
 @pytest.mark.parametrize("form", [*NARROW, "q4_1", "q5_0", "q5_1", *K_FORMS])
 def test_logits_equal_transformers(runcuda_bin, tmp_path, form):
     """
-    Of the weights as the file holds them, in float32: the CPU rounds what most types multiply to 8
-    bits. The GPU rounds that, and keys and values, to 16.
+    Transformers computes in float32 with the weights that the file holds. For most types, the CPU
+    rounds the operand that the weights multiply to 8 bits. The GPU rounds it to 16 bits, and keys
+    and values too.
     """
     dim, hidden = (64, 96) if form in NARROW else (256, 256)
     model = Model(dim=dim, hidden=hidden, layers=2, heads=4, kv=2, tied=form == "f32")
@@ -169,11 +192,13 @@ def test_logits_equal_transformers(runcuda_bin, tmp_path, form):
     assert np.abs(ours - expected).max() <= NARROW.get(form, 2e-2) * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("case", ["llama, biases", "qwen2, tied, GQA", "qwen3, tied, GQA, narrow heads"])
+@pytest.mark.parametrize("case",
+                         ["llama, biases", "qwen2, tied, GQA", "qwen3, tied, GQA, narrow heads"])
 def test_architectures_equal_the_cpus(runcuda_bin, tmp_path, case):
-    """Logits of a prompt, and a text token by token."""
+    """Compare the logits of a prompt, and a text generated token by token."""
     write_gguf(tmp_path / "m.gguf", *random_model(case))
-    ours, cpus = (logits(runcuda_bin, [tmp_path / "m.gguf", f"--device={d}"], 300) for d in ("cuda", "cpu"))
+    ours, cpus = (logits(runcuda_bin, [tmp_path / "m.gguf", f"--device={d}"], 300)
+                  for d in ("cuda", "cpu"))
     assert np.abs(ours - cpus).max() <= 1e-3 * np.abs(cpus).max()
     args = [tmp_path / "m.gguf", "-t", 0, "-n", 8, "-i", "Hi", "--raw"]
     assert run(runcuda_bin, *args).stdout == run(runcuda_bin, *args, "--device=cpu").stdout
@@ -182,20 +207,28 @@ def test_architectures_equal_the_cpus(runcuda_bin, tmp_path, case):
 @pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
 @pytest.mark.parametrize("form", ["f32", "bf16"])
 def test_sliding_windows_equal_the_cpus(runcuda_bin, tmp_path, form, hidden):
-    """Logits of a prompt whose first tokens its last ones don't see, and a text token by token."""
+    """
+    Compare the logits of a prompt whose last tokens don't see its first ones, and a text generated
+    token by token.
+    """
     model = Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=64, seed=3)
     model.write_gguf(tmp_path / "m.gguf", form, **{"llama.attention.sliding_window": 7})
     args = [tmp_path / "m.gguf", "-t", 0, "-n", 30, "-i", "Hello", "--raw"]
     assert run(runcuda_bin, *args).stdout == run(runcuda_bin, *args, "--device=cpu").stdout
-    ours, cpus = (logits(runcuda_bin, [tmp_path / "m.gguf", f"--device={d}"], model.vocab) for d in ("cuda", "cpu"))
+    ours, cpus = (logits(runcuda_bin, [tmp_path / "m.gguf", f"--device={d}"], model.vocab)
+                  for d in ("cuda", "cpu"))
     assert np.abs(ours - cpus).max() <= (1e-3 if form == "f32" else 1e-2) * np.abs(cpus).max()
     model.write_gguf(tmp_path / "m.gguf", form)
-    assert np.abs(logits(runcuda_bin, [tmp_path / "m.gguf"], model.vocab) - cpus).max() > 0.1 * np.abs(cpus).max()
+    assert (np.abs(logits(runcuda_bin, [tmp_path / "m.gguf"], model.vocab) - cpus).max()
+            > 0.1 * np.abs(cpus).max())
 
 
 @pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
 def test_text_equals_the_cpus(runcuda_bin, tmp_path, hidden):
-    """A prompt of several tokens; the first token op by op, the others in one kernel or by a recording; greedy and not."""
+    """
+    The prompt has several tokens. The first token is computed op by op, the others in one kernel or
+    by a recording. One text is greedy, the others are sampled.
+    """
     model = Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=64, tied=False, seed=3)
     model.w["output"][:3] = 0
     model.write_gguf(tmp_path / "m.gguf")
@@ -206,12 +239,12 @@ def test_text_equals_the_cpus(runcuda_bin, tmp_path, hidden):
 
 
 def test_perplexity_equals_the_cpus(runcuda_bin, tmp_path):
-    """Windows whose last piece is shorter, each length seen several times."""
+    """The last piece of a window is shorter, and each length occurs several times."""
     model = Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=8)
     model.write_gguf(tmp_path / "m.gguf")
     (tmp_path / "text").write_bytes(TEXT[:35].encode())
-    ours, cpus = (run(runcuda_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / "text", "--device", d).stdout.split()[1]
-                  for d in ("cuda", "cpu"))
+    ours, cpus = (run(runcuda_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / "text",
+                      "--device", d).stdout.split()[1] for d in ("cuda", "cpu"))
     assert float(ours) == pytest.approx(float(cpus), rel=1e-3)
 
 
@@ -220,7 +253,8 @@ def test_not_finite_logits_are_an_error(runcuda_bin, tmp_path):
         model = Model(dim=32, hidden=32, layers=1, heads=1, kv=1)
         model.w["w1", 0][5, 5] = value
         model.write_gguf(tmp_path / "m.gguf")
-        assert b"not finite" in run(runcuda_bin, tmp_path / "m.gguf", "-i", "a", *flags, status=1).stderr
+        assert b"not finite" in run(runcuda_bin, tmp_path / "m.gguf", "-i", "a", *flags,
+                                    status=1).stderr
 
 
 def one_line(stderr):
@@ -229,7 +263,10 @@ def one_line(stderr):
 
 
 def test_what_a_gpu_cannot_do(runcuda_bin, tmp_path, where):
-    """No GPU, too little memory, a head too wide: a line and exit code 1, or the CPU when that is allowed."""
+    """
+    No GPU, too little memory or a head too wide: the program ends with one line and exit code 1,
+    or uses the CPU where that is allowed.
+    """
     if where:
         pytest.skip("the GPU here is whole")
     model = Model(dim=32, hidden=32, layers=1, heads=1, kv=1)
@@ -239,13 +276,17 @@ def test_what_a_gpu_cannot_do(runcuda_bin, tmp_path, where):
                            ({"CUDA_ON_CPU_MEMORY": "100000"}, "GiB are needed")):
         assert words in one_line(run(runcuda_bin, *args, status=1, **trouble).stderr)
         done = run(runcuda_bin, *args, "--device=auto", **trouble)
-        assert words.encode() in done.stderr and done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
+        assert words.encode() in done.stderr
+        assert done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
     Model(dim=514, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
     assert "heads of 514 numbers" in one_line(run(runcuda_bin, *args, status=1).stderr)
 
 
 def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
-    """No cooperative launch, no recording (some ways to share a GPU), little shared memory: the ops do it, with the same text."""
+    """
+    Without cooperative launches or recordings (some ways to share a GPU), or with little shared
+    memory, separate ops compute the same text.
+    """
     if where:
         pytest.skip("the GPU here is whole")
     Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=64).write_gguf(tmp_path / "m.gguf")
@@ -265,7 +306,10 @@ def test_the_bench_waits_for_what_it_times(runcuda_bin, tmp_path):
 
 
 def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):
-    """Those after the memory was counted too: one line, or the CPU, which has its weights back."""
+    """
+    This includes the allocations after the memory was counted. The program ends with one line, or
+    uses the CPU, which gets its weights back.
+    """
     if where:
         pytest.skip("the GPU here is whole")
     Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
@@ -281,15 +325,21 @@ def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):
 
 
 def test_a_failing_gpu_is_an_error(runcuda_bin, tmp_path, where):
-    """While the engine starts: one line, or the CPU; while it computes: an error of the model."""
+    """
+    A failure while the engine starts ends the program with one line, or it uses the CPU. A failure
+    while the engine computes is an error of the model.
+    """
     if where:
         pytest.skip("the GPU here is whole")
     Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
-    args, words = [tmp_path / "m.gguf", "-t", 0, "-n", 4], "the GPU failed: unspecified launch failure ("
+    args, words = ([tmp_path / "m.gguf", "-t", 0, "-n", 4],
+                   "the GPU failed: unspecified launch failure (")
     for calls in (0, 20):
-        assert words in one_line(run(runcuda_bin, *args, status=1, CUDA_ON_CPU_CALLS=str(calls)).stderr)
+        assert words in one_line(run(
+            runcuda_bin, *args, status=1, CUDA_ON_CPU_CALLS=str(calls)).stderr)
         done = run(runcuda_bin, *args, "--device=auto", CUDA_ON_CPU_CALLS=str(calls))
-        assert words.encode() in done.stderr and done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
+        assert words.encode() in done.stderr
+        assert done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
     messages = []
     for calls in range(0, 400, 4):
         done = subprocess.run([runcuda_bin, *map(str, args)], capture_output=True,
@@ -303,18 +353,24 @@ def test_a_failing_gpu_is_an_error(runcuda_bin, tmp_path, where):
 
 @pytest.mark.slow
 def test_make_runcuda(tmp_path):
-    """nvcc finds nothing to warn of; without a GPU the program says so, and computes on the CPU where that is allowed."""
+    """
+    nvcc reports no warnings. Without a GPU the program says so, and computes on the CPU where that
+    is allowed.
+    """
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc here")
-    known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True).stdout.replace("compute_", "")
-    flags = "-O1 -Xptxas -O0 --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"  # how fast its kernels are does not matter
+    known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True,
+                           text=True).stdout.replace("compute_", "")
+    # The speed of the kernels does not matter here.
+    flags = "-O1 -Xptxas -O0 --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
     copy = tmp_path / "copy"
     for folder in "runtime", "cli":
         shutil.copytree(ROOT / folder, copy / folder)
     for file in "Makefile", "run.c":
         shutil.copy(ROOT / file, copy)
-    subprocess.run(["make", "runcuda", f"ARCH={max(int(a) for a in known.split() if int(a) <= 90)}",
-                    f"NVCCFLAGS={flags}", "CFLAGS=-O0 -Werror"], check=True, cwd=copy, capture_output=True)
+    subprocess.run(
+        ["make", "runcuda", f"ARCH={max(int(a) for a in known.split() if int(a) <= 90)}",
+         f"NVCCFLAGS={flags}", "CFLAGS=-O0 -Werror"], check=True, cwd=copy, capture_output=True)
     Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
     args = [copy / "runcuda", tmp_path / "m.gguf", "-t", 0, "-n", 4]
     if gpu_problem():
@@ -324,10 +380,12 @@ def test_make_runcuda(tmp_path):
 
 @pytest.mark.slow
 def test_engines_on_models_of_different_sizes(objects, where, tmp_path):
-    """What a launch may have of shared memory is set for the process, not for an engine."""
+    """The limit on a launch's shared memory is set for the process, not for an engine."""
     program = build(objects, "tests/engines.c", gpu=where)
-    for name, hidden in ("small", 64), ("large", 16384):  # 64 KiB, of which a kernel has 48 without asking
-        Model(dim=32, hidden=hidden, layers=1, heads=2, kv=1, seq=16).write_gguf(tmp_path / f"{name}.gguf")
+    # The large model needs 64 KiB; a kernel has 48 KiB without a request.
+    for name, hidden in ("small", 64), ("large", 16384):
+        Model(dim=32, hidden=hidden, layers=1, heads=2, kv=1, seq=16).write_gguf(
+            tmp_path / f"{name}.gguf")
     for order in ["small", "large"], ["large", "small"]:
         done = run(program, *(tmp_path / f"{name}.gguf" for name in order))
         assert done.stdout == b"fine\n" and done.stderr == b""
@@ -346,16 +404,21 @@ def use_sequences(binary, case, model, **environment):
 @pytest.mark.parametrize("case", ["turns", "copies", "saved", "logits", "embed"])
 @pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
 def test_sequences_of_an_engine(sequences_bin, tmp_path, hidden, case):
-    """By turns they have the texts of each alone; copies continue alike, and so do saved ones; logits are the CPU's, wherever they are written,
-    and embeddings nearly so."""
-    Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=320, tied=False, seed=3).write_gguf(tmp_path / "m.gguf")
+    """
+    Sequences evaluated by turns have the texts of each alone. Copies continue alike, and so do
+    saved sequences. Logits equal the CPU's wherever they are written; embeddings nearly do.
+    """
+    Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=320, tied=False, seed=3).write_gguf(
+        tmp_path / "m.gguf")
     use_sequences(sequences_bin, case, tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("case", ["shapes", "failures", "exhausted"])
 def test_recordings_are_few_and_failures_are_returned(sequences_bin, tmp_path, where, case):
-    """Prompts of similar lengths share a recording, and at most 32 are kept; after any call that fails, an engine fails and is stopped as usual;
-    a host with too little memory is an error."""
+    """
+    Prompts of similar lengths share a recording, and at most 32 are kept. After any failed call, an
+    engine fails and is stopped as usual. Too little memory of the host is an error.
+    """
     if where:
         pytest.skip("the program cannot look into this GPU")
     Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")
@@ -363,7 +426,7 @@ def test_recordings_are_few_and_failures_are_returned(sequences_bin, tmp_path, w
 
 
 def test_sequences_leave_memory_for_kernels(sequences_bin, tmp_path, where):
-    """The driver loads the code of a kernel when it is first called."""
+    """The driver loads the code of a kernel when the kernel is first called."""
     if where:
         pytest.skip("the program cannot look into this GPU")
     Model(dim=32, hidden=60, layers=1, heads=2, kv=1, seq=320).write_gguf(tmp_path / "m.gguf")
@@ -371,7 +434,7 @@ def test_sequences_leave_memory_for_kernels(sequences_bin, tmp_path, where):
 
 
 def test_an_infinite_temperature(sequences_bin, tmp_path):
-    """Half of the logits are 2.5e38, the others -2.5e38: their difference is no float."""
+    """Half of the logits are 2.5e38, the others -2.5e38: their difference exceeds float32."""
     model = Model(dim=32, hidden=32, layers=1, heads=2, kv=1, seq=320, tied=False)
     with torch.no_grad():
         prompt = torch.tensor([[34, 41, 48]])

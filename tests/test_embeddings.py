@@ -1,4 +1,8 @@
-"""Embeddings: transformers' hidden states, the same to the last bit however long the text is, without a trace in the engine."""
+"""
+Embeddings equal the hidden states of transformers.
+
+They are the same to the last bit for every length of the text, and leave the engine unchanged.
+"""
 import threading
 
 import numpy as np
@@ -11,11 +15,11 @@ from tests.test_run import FORMS, ISAS, TEXT, Model, ids_of, is_quantised
 
 pytestmark = pytest.mark.usefixtures("library")
 
-LONG = [1, *(3 + 7 * n % 250 for n in range(299))]  # more tokens than two passes evaluate
+LONG = [1, *(3 + 7 * n % 250 for n in range(299))]  # takes more than two passes
 
 
 def last_hidden_states(model, ids):
-    """Return what transformers has after the final norm: (tokens, dim)."""
+    """Return the hidden states of transformers after the final norm: (tokens, dim)."""
     with torch.no_grad():
         return model.model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
@@ -29,7 +33,7 @@ def assert_embeddings(engine, ids, states, tolerance):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_embeddings_equal_transformers(tmp_path, form):
-    """In every format and on every instruction set; of one token, of one pass, of several."""
+    """Compare them in every format and instruction set, for one token, one pass and several."""
     model = Model(heads=8, kv=2, tied=False, seq=300)
     (path, *_), held = model.write(tmp_path, form)
     oracle, opened = model.oracle(held), llamac.Model(path)
@@ -37,7 +41,8 @@ def test_embeddings_equal_transformers(tmp_path, form):
         rounds = is_quantised(form) or form == "bf16" and isa == "avx512bf16"
         engine = llamac.Engine(opened, threads=2, isa=isa)
         for ids in LONG[:1], ids_of(TEXT), LONG:
-            assert_embeddings(engine, ids, last_hidden_states(oracle, ids), 4e-2 if rounds else 1e-5)
+            assert_embeddings(engine, ids, last_hidden_states(oracle, ids),
+                              4e-2 if rounds else 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,22 +56,32 @@ def test_embeddings_of_every_architecture_equal_transformers(tmp_path, case):
 
 @pytest.mark.parametrize("form", ["f32", "q8_0"])
 def test_hidden_states_are_the_same_to_the_last_bit_whatever_follows(tmp_path, form):
-    """The state of each token is the last one of its prefix, evaluated in passes of other sizes; the mean adds them up in their order."""
+    """
+    The state of each token equals the last state of its prefix, evaluated in passes of other sizes.
+
+    The mean adds the states up in their order.
+    """
     Model(layers=1, seq=300).write_gguf(tmp_path / "m.gguf", form)
-    model, n = llamac.Model(tmp_path / "m.gguf"), 132  # tokens, more than one pass
+    model, n = llamac.Model(tmp_path / "m.gguf"), 132  # tokens: more than one pass
     for isa in ISAS:
-        engine, other = llamac.Engine(model, threads=2, isa=isa), llamac.Engine(model, threads=1, isa=isa, no_copy=True)
+        engine, other = (llamac.Engine(model, threads=2, isa=isa),
+                         llamac.Engine(model, threads=1, isa=isa, no_copy=True))
         states = np.array([engine.embed(LONG[:size], "last") for size in range(1, n + 1)])
         sums = np.cumsum(states, axis=0, dtype=np.float64)
         for size in 1, 2, 31, 127, 128, 129, n:
             expected = (sums[size - 1] / size).astype(np.float32)
-            assert (engine.embed(LONG[:size]) == expected).all() and (other.embed(LONG[:size]) == expected).all()
+            assert (engine.embed(LONG[:size]) == expected).all()
+            assert (other.embed(LONG[:size]) == expected).all()
         assert len(np.unique(states, axis=0)) == n
 
 
 @pytest.mark.parametrize("sample_only", [False, True])
 def test_an_embedding_leaves_no_trace_in_the_engine(tmp_path, sample_only):
-    """Before every token of two texts that are written by turns: of one token, whose pass is like theirs, or of more."""
+    """
+    Embed a text before every token of two texts that are written in turns.
+
+    It has one token, whose pass is like those of the two texts, or more.
+    """
     Model(seq=200, tied=False).write_gguf(tmp_path / "m.gguf")
     model = llamac.Model(tmp_path / "m.gguf")
 
@@ -78,7 +93,8 @@ def test_an_embedding_leaves_no_trace_in_the_engine(tmp_path, sample_only):
             found.append([sequence.sample(llamac.Sampler(0.9, 0.9, 3))])
         for n in range(70):
             embed(engine, n)
-            engine.evaluate([llamac.Part(sequence, tokens[-1:]) for sequence, tokens in zip(sequences, found)][n % 2:])
+            engine.evaluate([llamac.Part(sequence, tokens[-1:])
+                             for sequence, tokens in zip(sequences, found)][n % 2:])
             embed(engine, n)
             for sequence, tokens in list(zip(sequences, found))[n % 2:]:
                 tokens.append(sequence.sample(llamac.Sampler(0.9, 0.9, n)))
@@ -87,7 +103,9 @@ def test_an_embedding_leaves_no_trace_in_the_engine(tmp_path, sample_only):
                     embed(engine, n)
                     assert (sequence.logits == before).all()
         return found, [sequence.tokens.tolist() for sequence in sequences]
-    assert write(lambda engine, n: None) == write(lambda engine, n: engine.embed(LONG[:1 + n % 3 * 60], ("mean", "last")[n % 2]))
+
+    assert write(lambda engine, n: None) == write(lambda engine, n: engine.embed(
+        LONG[:1 + n % 3 * 60], ("mean", "last")[n % 2]))
 
 
 def test_texts_and_lists_of_texts(tmp_path):
@@ -97,9 +115,12 @@ def test_texts_and_lists_of_texts(tmp_path):
     one = engine.embed("One two")
     for same in ids, ids.tolist(), tuple(ids.tolist()):
         assert (engine.embed(same) == one).all()
-    for texts in ["One two", "A"], ("One two", "A"), [ids, [1, 68]], ["One two", engine.model.encode("A")]:
+    for texts in (["One two", "A"], ("One two", "A"), [ids, [1, 68]],
+                  ["One two", engine.model.encode("A")]):
         found = engine.embed(texts, "last")
-        assert len(found) == 2 and (found[0] == engine.embed(ids, "last")).all() and (found[1] == engine.embed("A", "last")).all()
+        assert len(found) == 2
+        assert (found[0] == engine.embed(ids, "last")).all()
+        assert (found[1] == engine.embed("A", "last")).all()
     (row,) = engine.embed(ids[None])  # an array of texts
     assert (row == one).all()
     assert (engine.embed("") == engine.embed([1])).all()  # BOS alone
@@ -110,22 +131,29 @@ def test_mistakes_are_refused(tmp_path):
     broken = Model()
     broken.w["norm"][0] = np.nan
     broken.write_gguf(tmp_path / "broken.gguf")
-    engine, sick = (llamac.Engine(llamac.Model(tmp_path / name)) for name in ("m.gguf", "broken.gguf"))
-    for mistake, message in (
-            (lambda: engine.embed([]), "0 tokens, expected 1 to 64"), (lambda: engine.embed(np.array([], int)), "0 tokens"),
-            (lambda: engine.embed([1] * 65), "65 tokens, expected 1 to 64"), (lambda: engine.embed("A" * 65), "66 tokens"),
-            (lambda: engine.embed([300]), "300 is outside the vocabulary of 300"), (lambda: engine.embed([1, -1]), "token -1 is outside"),
-            (lambda: engine.embed([1.5]), "whole numbers"), (lambda: engine.embed([1, "A"]), "whole numbers"),
-            (lambda: engine.embed(5), "a text"), (lambda: engine.embed(["A", 5]), "a text"), (lambda: engine.embed(None), "a text"),
-            (lambda: engine.embed([1 << 32]), "32 bits"), (lambda: engine.embed("A", "max"), "'max', expected 'mean' or 'last'"),
-            (lambda: sick.embed("A"), "not finite")):
+    engine, sick = (llamac.Engine(llamac.Model(tmp_path / name))
+                    for name in ("m.gguf", "broken.gguf"))
+    for mistake, message in ((lambda: engine.embed([]), "0 tokens, expected 1 to 64"),
+                             (lambda: engine.embed(np.array([], int)), "0 tokens"),
+                             (lambda: engine.embed([1] * 65), "65 tokens, expected 1 to 64"),
+                             (lambda: engine.embed("A" * 65), "66 tokens"),
+                             (lambda: engine.embed([300]), "300 is outside the vocabulary of 300"),
+                             (lambda: engine.embed([1, -1]), "token -1 is outside"),
+                             (lambda: engine.embed([1.5]), "whole numbers"),
+                             (lambda: engine.embed([1, "A"]), "whole numbers"),
+                             (lambda: engine.embed(5), "a text"),
+                             (lambda: engine.embed(["A", 5]), "a text"),
+                             (lambda: engine.embed(None), "a text"),
+                             (lambda: engine.embed([1 << 32]), "32 bits"),
+                             (lambda: engine.embed("A", "max"), "'max', expected 'mean' or 'last'"),
+                             (lambda: sick.embed("A"), "not finite")):
         with pytest.raises(llamac.Error, match=message):
             mistake()
     assert np.isfinite(engine.embed("A")).all()
 
 
 def test_embeddings_of_many_threads(tmp_path):
-    """They take turns with a thread that writes a text."""
+    """They take turns with a thread that generates text."""
     Model(seq=200).write_gguf(tmp_path / "m.gguf")
     engine = llamac.Engine(llamac.Model(tmp_path / "m.gguf"))
     texts = [LONG[:5 + 20 * n] for n in range(8)]
@@ -136,7 +164,8 @@ def test_embeddings_of_many_threads(tmp_path):
             found[n] = engine.embed(texts[n])
 
     def write():
-        return [text for text, *_ in llamac.generate(llamac.Sequence(engine), [1, 70], llamac.Sampler(0.9, 0.9, 3), 60)]
+        return [text for text, *_ in llamac.generate(llamac.Sequence(engine), [1, 70],
+                                                     llamac.Sampler(0.9, 0.9, 3), 60)]
     written, threads = write(), [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()

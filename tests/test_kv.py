@@ -1,5 +1,9 @@
-"""The KV cache in 32, 16 and 8 bits: run --kv beside transformers, and a context of 32,768 tokens. tests/kernels.c compares
-the attention over each with that in double precision, on every instruction set."""
+"""
+The KV cache in 32, 16 and 8 bits: compare run --kv with transformers, and fill 32,768 tokens.
+
+tests/kernels.c compares the attention over each type with double precision, on every instruction
+set.
+"""
 import re
 import subprocess
 from pathlib import Path
@@ -11,10 +15,11 @@ import torch
 import llamac
 from .test_run import ISAS, TEXT, Model, ids_of, logits, run
 
-ERRORS = {"f32": 1e-4, "f16": 1e-3, "q8": 2e-2}  # of logits, of the largest
+ERRORS = {"f32": 1e-4, "f16": 1e-3, "q8": 2e-2}  # max error of logits, relative to the largest
 
 
-SHAPES = {"GQA": dict(heads=8, kv=2, tied=False), "heads of 6": dict(dim=36, hidden=77, heads=6, kv=6)}
+SHAPES = {"GQA": dict(heads=8, kv=2, tied=False),
+          "heads of 6": dict(dim=36, hidden=77, heads=6, kv=6)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -23,11 +28,15 @@ def test_logits_of_each_type_are_transformers_but_for_rounding(run_bin, tmp_path
     model.write_gguf(tmp_path / "m.gguf")
     expected = model.logits(ids_of(TEXT))
     for isa in ISAS:
-        found = {kv: logits(run_bin, [tmp_path / "m.gguf", "--kv", kv], TEXT, model.vocab, isa) for kv in ERRORS}
-        errors = {kv: np.abs(x - expected).max() / np.abs(expected).max() for kv, x in found.items()}
+        found = {kv: logits(run_bin, [tmp_path / "m.gguf", "--kv", kv], TEXT, model.vocab, isa)
+                 for kv in ERRORS}
+        errors = {kv: np.abs(x - expected).max() / np.abs(expected).max()
+                  for kv, x in found.items()}
         assert all(errors[kv] <= most for kv, most in ERRORS.items()), (isa, errors)
-        assert errors["f32"] < errors["f16"] < errors["q8"], (isa, errors)  # each is what it says
-        assert (found["f32"] == logits(run_bin, [tmp_path / "m.gguf"], TEXT, model.vocab, isa)).all()  # the default
+        # Each name selects another precision; f32 is the default.
+        assert errors["f32"] < errors["f16"] < errors["q8"], (isa, errors)
+        assert (found["f32"]
+                == logits(run_bin, [tmp_path / "m.gguf"], TEXT, model.vocab, isa)).all()
 
 
 def test_the_default_of_quantised_weights_is_half_precision(run_bin, tmp_path):
@@ -38,19 +47,26 @@ def test_the_default_of_quantised_weights_is_half_precision(run_bin, tmp_path):
 
 
 def test_greedy_texts_differ_only_at_near_ties(run_bin, tmp_path):
-    """By each type the text is transformers' up to where its two likeliest tokens are closer than twice the error."""
+    """
+    The text of each type follows transformers up to the first near tie.
+
+    There, the logits of the two likeliest tokens differ by less than twice the error.
+    """
     model = Model(heads=8, kv=2, tied=False, seed=1)
     model.w["output"][:3] = 0  # <unk>, BOS and EOS are never drawn
     model.write_gguf(tmp_path / "m.gguf")
     ids = ids_of("Hello there")
-    written = model.oracle().generate(torch.tensor([ids]), do_sample=False, max_new_tokens=88, output_logits=True,
-                                      return_dict_in_generate=True)
-    shown = [bytes([i - 3]) if i < 259 else model.pieces[i][0] for i in written.sequences[0][1:].tolist()]
+    written = model.oracle().generate(torch.tensor([ids]), do_sample=False, max_new_tokens=88,
+                                      output_logits=True, return_dict_in_generate=True)
+    shown = [bytes([i - 3]) if i < 259 else model.pieces[i][0]
+             for i in written.sequences[0][1:].tolist()]
     best = [x.topk(2).values[0] / x.abs().max() for x in written.logits]
     for kv, least in (("f32", 88), ("f16", 88), ("q8", 10)):
-        sure = next((i for i, (first, second) in enumerate(best) if first - second < 2 * ERRORS[kv]), len(best))
+        sure = next((i for i, (first, second) in enumerate(best)
+                     if first - second < 2 * ERRORS[kv]), len(best))
         assert sure >= least, kv
-        text = run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 99, "-i", "Hello there", "--raw", f"--kv={kv}")
+        text = run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 99, "-i", "Hello there", "--raw",
+                   f"--kv={kv}")
         assert text.startswith(b"".join(shown[:len(ids) - 1 + sure])), kv
 
 
@@ -61,12 +77,14 @@ def test_broken_keys_and_values_are_found(run_bin, tmp_path):
         model.write_gguf(tmp_path / "m.gguf")
         for isa in ISAS:
             for kv in ERRORS:
-                assert "not finite" in run(run_bin, tmp_path / "m.gguf", f"--kv={kv}", "-i", "abc", status=1, isa=isa)
+                assert "not finite" in run(run_bin, tmp_path / "m.gguf", f"--kv={kv}", "-i", "abc",
+                                           status=1, isa=isa)
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--kv=q9"], "'q9' is no type of the KV cache, expected f32, f16 or q8"), (["--kv="], "'' is no type"),
-    (["--kv", "F16"], "'F16' is no type"), (["--kv=" + "8" * 5000], "is no type"), (["--kv"], "value is missing")])
+    (["--kv=q9"], "'q9' is no type of the KV cache, expected f32, f16 or q8"),
+    (["--kv="], "'' is no type"), (["--kv", "F16"], "'F16' is no type"),
+    (["--kv=" + "8" * 5000], "is no type"), (["--kv"], "value is missing")])
 def test_other_names_are_refused(run_bin, tmp_path, flags, said):
     assert said in run(run_bin, tmp_path / "m.gguf", *flags, status=1)
 
@@ -79,19 +97,23 @@ def test_bits_in_the_library(library, tmp_path):
         sequence = llamac.Sequence(llamac.Engine(model, kv_bits=bits))
         sequence.forward(tokens, 0)
         found[bits] = sequence.logits
-    assert (found[0] == found[32]).all() and all((found[32] != found[bits]).any() for bits in (16, 8))
+    assert (found[0] == found[32]).all()
+    assert all((found[32] != found[bits]).any() for bits in (16, 8))
     for bits in (-8, 1, 7, 64):
         with pytest.raises(llamac.Error, match=f"a KV cache of {bits} bits, expected 32, 16 or 8"):
             llamac.Engine(model, kv_bits=bits)
 
 
 def logits_and_peak(binary, args, text, vocab, folder):
-    """(tokens, vocab) logits, and the bytes of memory that the program had at most."""
+    """Return the logits (tokens, vocab) and the peak memory of the program in bytes."""
     (folder / "text").write_text(text)
-    child = subprocess.Popen([binary, *args, "--logits", "-f", folder / "text"], stdout=subprocess.PIPE)
+    child = subprocess.Popen([binary, *args, "--logits", "-f", folder / "text"],
+                             stdout=subprocess.PIPE)
     wanted = 4 * vocab * len(ids_of(text))
-    found = child.stdout.read(wanted - 100000)  # the rest does not fit a pipe, so the program waits
-    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())[1])
+    # The rest is larger than a pipe's buffer, so the program waits and its peak can be read.
+    found = child.stdout.read(wanted - 100000)
+    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB",
+                                Path(f"/proc/{child.pid}/status").read_text())[1])
     found += child.communicate()[0]
     assert child.returncode == 0 and len(found) == wanted
     return np.frombuffer(found, np.float32).reshape(-1, vocab), peak
@@ -99,8 +121,10 @@ def logits_and_peak(binary, args, text, vocab, folder):
 
 def test_a_context_of_32768_tokens(run_bin, tmp_path):
     """
-    Its last tokens, in a model whose tokens see 40 others, have the logits that they have at the beginning, for RoPE knows
-    distances alone. The cache takes the bytes that doc/models.md foretells.
+    The last tokens of a long text have the same logits as in a short text.
+
+    Each token of this model attends to a window of 40, and RoPE depends only on distances. The
+    cache takes as many bytes as doc/models.md predicts.
     """
     positions, layers, kv_dim, peaks = 32768, 2, 64, {}
     model = Model(dim=128, hidden=96, layers=layers, heads=4, kv=2, vocab=260, seq=positions)

@@ -1,6 +1,6 @@
 """
-Layers of imports that import-linter can't see: it knows packages, and the top floor is single files. `make lint` holds
-the layers inside engine/.
+Layers of imports that import-linter cannot check: it knows packages, and the top layer is single
+files. `make lint` checks the layers inside engine/.
 """
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ def imports(module):
 
 
 def reached(module):
-    """Return all modules that a module imports, by way of others too."""
+    """Return all modules that a module imports, directly or through others."""
     found, todo = set(), [module]
     while todo:
         new = imports(todo.pop()) - found
@@ -38,7 +38,9 @@ def test_no_module_imports_itself_by_way_of_others(module):
     assert module not in reached(module)
 
 
-@pytest.mark.parametrize("module, allowed", [("tokenizer", {"configurator"}), ("configurator", set())])
+@pytest.mark.parametrize("module, allowed", [
+    ("tokenizer", {"configurator"}), ("configurator", set())])
 def test_what_engine_imports_of_the_top_floor_stands_on_little(module, allowed):
-    below = {"engine", "engine.streams", "engine.files", "engine.advice", "engine.untrusted", "engine.system"}
+    below = {"engine", "engine.streams", "engine.files", "engine.advice", "engine.untrusted",
+             "engine.system"}
     assert reached(module) <= allowed | below

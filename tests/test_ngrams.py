@@ -1,4 +1,7 @@
-"""N-grams have the probabilities of NLTK's Kneser-Ney, also without the place that they predict."""
+"""
+Compare n-gram probabilities with NLTK's Kneser-Ney, also with the predicted position left out of
+the counts.
+"""
 import math
 
 import numpy as np
@@ -15,15 +18,15 @@ V = 12
 
 
 def draw(n, seed):
-    """Some of these tokens are rare, and some do not occur."""
+    """Return n random tokens below V; some of the V tokens are rare, and some do not occur."""
     return (np.random.default_rng(seed).integers(0, 7, n) ** 2 // 5).astype(np.uint16)
 
 
 @pytest.fixture
 def made(monkeypatch):
     """
-    (Ngrams of 3 tokens of context, of a text and of tokens beside it; the text). As NLTK's, they
-    have the same discount in all orders, and none in order 0.
+    Return (Ngrams with 3 tokens of context, for a text followed by tokens that are not counted; the
+    text). Like NLTK's, they have the same discount in all orders, and none in order 0.
     """
     monkeypatch.setattr(ngrams, "ORDER", 3)
     text, beside = draw(200, 0), draw(60, 1)
@@ -36,11 +39,14 @@ def made(monkeypatch):
 
 
 def of_nltk(tokens, counted, left_out=None):
-    """NLTK's model of the first tokens of a ring, without n-grams that end at place left_out."""
+    """
+    Return NLTK's model of the first `counted` tokens of a ring, without n-grams that end at the
+    position left_out.
+    """
     ring = [str(token) for token in [*tokens[-3:], *tokens[:counted]]]
     grams = []
     for n in range(1, 5):
-        of_places = list(nltk_ngrams(ring[4 - n:], n))  # the one that ends at each place
+        of_places = list(nltk_ngrams(ring[4 - n:], n))  # the n-gram that ends at each position
         if left_out is not None:
             del of_places[left_out]
         grams += of_places
@@ -76,7 +82,7 @@ def test_they_predict_other_text_as_nltk_does(made):
     places = np.arange(len(text) + 3, len(found.tokens))
     expected = np.array([scores(model, found.tokens[place - 3:place]) for place in places])
     assert abs(found.probabilities(places) - expected).max() < 1e-6
-    assert sum(row.max() > 0.5 for row in expected) > 5  # the contexts say something
+    assert sum(row.max() > 0.5 for row in expected) > 5  # some contexts are informative
 
 
 @pytest.mark.parametrize("place", [0, 1, 30, 77, 131, 199])
@@ -120,8 +126,8 @@ def test_what_they_write_has_the_frequencies_that_they_predict():
 @pytest.mark.parametrize("teachers", [0, 2])
 def test_the_loss_is_that_with_their_share_of_the_targets(teachers):
     """
-    0.35 of a target is from n-grams, the rest from models or, without models, from the token. In
-    written text without models, all of the target is from n-grams.
+    N-grams provide 0.35 of a target; the models provide the rest, or the token itself if there are
+    no models. For generated text without models, n-grams provide the whole target.
     """
     student, *others = models(1 + teachers)
     text = np.random.default_rng(8).integers(0, 50, 400)

@@ -1,6 +1,7 @@
 """
-`run` against model.py: the same logits, the same text, the same perplexity, for every shape of model and every format.
-The models are trained for some seconds on a text of templates, so that text and perplexity mean something.
+`run` against model.py: the same logits, text and perplexity, for every shape of model and every
+format. The models are trained for some seconds on a text of templates, so that text and perplexity
+are meaningful.
 """
 import contextlib
 import functools
@@ -32,23 +33,31 @@ SHAPES = {
     "theta, eps, scaling": BASE | dict(rope_theta=100000.0, norm_eps=1e-3, rope_scaling=2.0),
     "bytes": BASE,
 }
-FORMATS = {"f32": ("gguf", "f32"), "f16": ("gguf", "f16"), "bf16": ("gguf", "bf16"), "q8_0": ("gguf", "q8_0"),
-           "q4_0": ("gguf", "q4_0"), "v0": ("v0", "f32"), "v1": ("v1", "f32"), "v2": ("v2", "f32")}
-GGUF_ONLY = ("theta, eps, scaling", "bytes")  # llama2.c's formats can't say it
-CASES = [(shape, file) for shape in SHAPES for file in FORMATS if file[0] != "v" or shape not in GGUF_ONLY]
+FORMATS = {
+    "f32": ("gguf", "f32"), "f16": ("gguf", "f16"), "bf16": ("gguf", "bf16"),
+    "q8_0": ("gguf", "q8_0"), "q4_0": ("gguf", "q4_0"), "v0": ("v0", "f32"), "v1": ("v1", "f32"),
+    "v2": ("v2", "f32")
+}
+GGUF_ONLY = ("theta, eps, scaling", "bytes")  # llama2.c's formats cannot express these
+CASES = [(shape, file) for shape in SHAPES for file in FORMATS
+         if file[0] != "v" or shape not in GGUF_ONLY]
 
-# How far a file's perplexity may be from that of the float32 weights.
-PERPLEXITY = {"f32": 5e-5, "v0": 5e-5, "v1": 5e-5, "f16": 5e-4, "bf16": 5e-3, "q8_0": 5e-3, "v2": 5e-3, "q4_0": 5e-2}
-# And its logits, as a part of the largest, from model.py's on the weights of the file: float32, F16 and llama2.c's v0 and v1
-# differ by the order of float32 additions alone. With these run also rounds what it multiplies: to BF16 where the machine
-# multiplies BF16, with the others to 8 bits.
+# Max relative difference of a file's perplexity from that of the float32 weights
+PERPLEXITY = {
+    "f32": 5e-5, "v0": 5e-5, "v1": 5e-5, "f16": 5e-4, "bf16": 5e-3, "q8_0": 5e-3, "v2": 5e-3,
+    "q4_0": 5e-2
+}
+# test_logits compares run's logits with model.py's on the weights of the file, as a part of the
+# largest logit. For float32, F16 and llama2.c's v0 and v1 they differ by the order of float32
+# additions alone. For the formats in ROUNDED, run also rounds the activations that it multiplies:
+# to BF16 where the machine multiplies BF16, to 8 bits for the others.
 ROUNDED = ("q8_0", "q4_0", "v2", *(["bf16"] if "avx512bf16" in ISAS else []))
 UNROUNDED = {"LLAMAC_ISA": "avx512"} if "avx512bf16" in ISAS else {}
 PROMPT = "One day, Tom"
 
 
 def write_text(seed, sentences):
-    """Sentences that keep a name and a thing for a while, so that there is something to attend to."""
+    """Return sentences that repeat a name and a thing, so that attention has something to find."""
     rng, text = random.Random(seed), []
     while len(text) < sentences:
         name = rng.choice(("Tom", "Lily", "Ann", "Sam", "Zoë"))
@@ -61,13 +70,17 @@ def write_text(seed, sentences):
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory):
-    words = train_tokenizer([write_text(0, 3000)], 350, tmp_path_factory.mktemp("vocabulary") / "tokenizer.model")
+    words = train_tokenizer([write_text(0, 3000)], 350,
+                            tmp_path_factory.mktemp("vocabulary") / "tokenizer.model")
     return {shape: Bytes() if shape == "bytes" else words for shape in SHAPES}
 
 
 @pytest.fixture(scope="module")
 def trained(vocabularies):
-    """trained(shape) -> the model, made once. One thread: models this small are slower on two."""
+    """
+    Return trained(shape), which returns the cached model of a shape. It uses one thread: models
+    this small are slower on two.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -94,26 +107,32 @@ def trained(vocabularies):
 
 @pytest.fixture(scope="module")
 def exported(trained, vocabularies, tmp_path_factory, run_bin):
-    """exported(shape, file) -> (the float32 model, the model a reader of the file has, run(*arguments) -> stdout)."""
+    """
+    Return exported(shape, file) -> (the float32 model, the model with the weights as the file
+    stores them, run(*arguments) -> stdout).
+    """
     @functools.cache
     def make(shape, file):
         model, (format, dtype) = trained(shape), FORMATS[file]
         path = tmp_path_factory.mktemp("file") / "model"
-        export.export_model(model.state_dict(), model.args, vocabularies[shape], path, format, dtype)
+        export.export_model(model.state_dict(), model.args, vocabularies[shape], path, format,
+                            dtype)
         again = Transformer(model.args).eval()
         again.load_state_dict(load.read_model(path)[0])
         tokenizer = ["-z", path.with_name("tokenizer.bin")] if format != "gguf" else []
 
         def run(*arguments, **environment):
-            return subprocess.run([run_bin, path, *tokenizer, *arguments], stdout=subprocess.PIPE, check=True,
-                                  env=os.environ | environment).stdout
+            return subprocess.run([run_bin, path, *tokenizer, *arguments], stdout=subprocess.PIPE,
+                                  check=True, env=os.environ | environment).stdout
         return model, again, run
     return make
 
 
 @pytest.mark.parametrize("shape, file", CASES)
 def test_logits(shape, file, exported, vocabularies):
-    """At every position of a whole context, against model.py on the weights as the file stores them."""
+    """
+    Compare all positions of a whole context with model.py on the weights as the file stores them.
+    """
     _, model, run = exported(shape, file)
     errors = []
     for seed in range(2, 6 if file in ROUNDED else 3):
@@ -128,27 +147,31 @@ def test_logits(shape, file, exported, vocabularies):
                     expected = model(ids, every=True)[0][0].numpy()
         found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
         errors += [*(np.abs(found - expected).max(axis=1) / np.abs(expected).max())]
-        if file in ROUNDED:  # on the whole, run is nearer to this oracle than that is to float32
+        if file in ROUNDED:  # overall, run is nearer to this oracle than the oracle is to float32
             assert rms(found - expected) <= rms(exact - expected) + 1e-4 * rms(expected)
     if file in ROUNDED:
-        # A difference in the last bit may round an activation the other way, which changes all that follows it: in most
-        # positions of some models, which differ from machine to machine. Some position of the four texts has none.
-        assert min(errors) <= (1e-3 if file == "bf16" else 3e-5)  # in BF16 roundings differ more often
+        # A difference in the last bit may round an activation the other way, which changes all that
+        # follows it: in most positions of some models, which differ from machine to machine. Some
+        # position of the four texts has no such difference. BF16 roundings differ more often.
+        assert min(errors) <= (1e-3 if file == "bf16" else 3e-5)
     else:
         assert max(errors) <= 1e-4
 
 
 @contextlib.contextmanager
 def rounding(model, file):
-    """What goes into the model's matrices is rounded as run does: to BF16, or to 8 bits where rows are whole blocks of 32. In
-    v2 all rows have groups of the same size, which divides the width."""
+    """
+    Round the inputs of the model's matrices as run does: to BF16, or to 8 bits where rows are whole
+    blocks of 32. In v2 all rows have groups of the same size, which divides the width.
+    """
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     if file == "bf16":
-        hooks = [module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),)) for module in linears]
+        hooks = [module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
+                 for module in linears]
     else:
         in_blocks = file != "v2" or model.args.dim % 32 == 0
-        hooks = [module.register_forward_pre_hook(lambda _, inputs: round_to_8_bits(inputs[0])) for module in linears
-                 if in_blocks and module.in_features % 32 == 0]
+        hooks = [module.register_forward_pre_hook(lambda _, inputs: round_to_8_bits(inputs[0]))
+                 for module in linears if in_blocks and module.in_features % 32 == 0]
     yield
     for hook in hooks:
         hook.remove()
@@ -158,9 +181,13 @@ def rms(x):
     return np.sqrt(np.mean(x * x))
 
 
-@pytest.mark.parametrize("shape, file", [case for case in CASES if case[1] not in ROUNDED or case[1] == "bf16"])
+@pytest.mark.parametrize("shape, file",
+                         [case for case in CASES if case[1] not in ROUNDED or case[1] == "bf16"])
 def test_greedy_text(shape, file, exported, vocabularies):
-    """200 tokens. (run's -n leaves BOS out.) BF16 without rounded activations, which decide between nearly equal logits."""
+    """
+    Compare 200 tokens; run's -n does not count BOS. BF16 runs without rounding activations, which
+    would decide between nearly equal logits.
+    """
     _, model, run = exported(shape, file)
     start = torch.tensor([vocabularies[shape].encode(PROMPT, bos=True)])
     ids = model.generate(start, 201 - start.shape[1], temperature=0)[0]
@@ -172,7 +199,10 @@ def test_greedy_text(shape, file, exported, vocabularies):
 
 @pytest.mark.parametrize("shape", ["mha", "gqa", "hidden 100", "dim 72"])
 def test_text_after_a_long_prompt_in_bf16(shape, exported, vocabularies):
-    """In float32: test_logits tests machines that multiply BF16, and round activations to it."""
+    """
+    Activations stay in float32. test_logits covers machines that multiply BF16 and so round
+    activations to it.
+    """
     _, model, run = exported(shape, "bf16")
     prompt = write_text(5, 6)
     start = torch.tensor([vocabularies[shape].encode(prompt, bos=True)])
@@ -184,23 +214,28 @@ def test_text_after_a_long_prompt_in_bf16(shape, exported, vocabularies):
 
 @pytest.mark.parametrize("shape, file", CASES)
 def test_perplexity(shape, file, exported, vocabularies, tmp_path, capsys):
-    """On a text it was not trained on, some windows and a remainder: evaluate.py on the checkpoint, run on the file."""
+    """
+    On a text outside the training data, of several windows and a remainder, evaluate.py on the
+    model and run on the file agree.
+    """
     model, _, run = exported(shape, file)
     capsys.readouterr()
     (tmp_path / "text").write_text(write_text(3, 120), encoding="utf-8")
     evaluate.evaluate_perplexity(model, vocabularies[shape], tmp_path / "text", "cpu", tmp_path)
     theirs, ours = capsys.readouterr().out, run("--perplexity", tmp_path / "text").decode()
-    pattern = r"perplexity ([0-9.]+) \((\d+) tokens, ([0-9.]+) nats per token, ([0-9.]+) bits per byte\)\n"
-    (p, n, *rest), (p2, n2, *rest2) = re.fullmatch(pattern, theirs).groups(), re.fullmatch(pattern, ours).groups()
+    pattern = (r"perplexity ([0-9.]+) \((\d+) tokens, ([0-9.]+) nats per token, "
+               r"([0-9.]+) bits per byte\)\n")
+    (p, n, *rest), (p2, n2, *rest2) = (re.fullmatch(pattern, theirs).groups(),
+                                       re.fullmatch(pattern, ours).groups())
     assert n == n2 and int(n) > 1000 and int(n) % 256
-    assert 1 < float(p) < vocabularies[shape].vocab_size / 20  # it has learnt something
+    assert 1 < float(p) < vocabularies[shape].vocab_size / 20  # the model has learned something
     assert float(p2) == pytest.approx(float(p), rel=PERPLEXITY[file])
     if PERPLEXITY[file] < 1e-4:
         assert [float(v) for v in rest2] == pytest.approx([float(v) for v in rest], rel=1e-4)
 
 
 def test_perplexity_by_its_definition(trained, vocabularies):
-    """Token by token, each window alone, from the logits."""
+    """Sum the loss token by token from the logits, with each window evaluated alone."""
     model = trained("mha")
     ids = vocabularies["mha"].encode(write_text(4, 60), bos=True)[:600]
     S, nll = model.args.max_seq_len, 0.0
@@ -213,7 +248,7 @@ def test_perplexity_by_its_definition(trained, vocabularies):
 
 
 def command(monkeypatch, script, **knobs):
-    """`python script.py --knob=value ...` inside this process."""
+    """Run `python script.py --knob=value ...` inside this process."""
     for key, value in knobs.items():
         monkeypatch.setattr(script, key, value)
     script.main()
@@ -221,7 +256,8 @@ def command(monkeypatch, script, **knobs):
 
 def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeypatch, capsys):
     model, _, run = exported("mha", "f32")
-    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="f32")
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf",
+                        dtype="f32")
     knobs = dict(out_dir=str(tmp_path / "m.gguf"), prompt=PROMPT, max_new_tokens=20, device="cpu")
     capsys.readouterr()
     command(monkeypatch, sample, **knobs, temperature=0.0)
@@ -230,13 +266,17 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     assert text == run("-t", "0", "-n", str(size + 20), "-i", PROMPT).decode()
     command(monkeypatch, sample, **knobs | dict(max_new_tokens=1), temperature=0.0)
     assert text.startswith(capsys.readouterr().out.rstrip("\n"))
-    for long in (PROMPT, write_text(6, 30)):  # both go beyond the context of 256, one with the prompt
+    # Both texts exceed the context of 256, one of them by its prompt alone.
+    for long in (PROMPT, write_text(6, 30)):
         count = len(vocabularies["mha"].encode(long)) + 300
-        command(monkeypatch, sample, **knobs | dict(prompt=long, max_new_tokens=300), temperature=0.0)
+        command(monkeypatch, sample, **knobs | dict(prompt=long, max_new_tokens=300),
+                temperature=0.0)
         text = capsys.readouterr()
-        assert text.out == run("-t", "0", "-n", str(count), "-i", long).decode() and len(vocabularies["mha"].encode(text.out)) > 280
+        assert text.out == run("-t", "0", "-n", str(count), "-i", long).decode()
+        assert len(vocabularies["mha"].encode(text.out)) > 280
         assert text.err == "the context of 256 tokens is full: it slides over the text\n"
-    command(monkeypatch, sample, **knobs | dict(max_new_tokens=256 - size), temperature=0.0)  # and BOS; the last one is not read
+    # With BOS these are 257 tokens, of which the last one is not evaluated.
+    command(monkeypatch, sample, **knobs | dict(max_new_tokens=256 - size), temperature=0.0)
     assert not capsys.readouterr().err
     command(monkeypatch, sample, **knobs, temperature=1.5, top_p=1.0, num_samples=3)
     samples = capsys.readouterr().out.split("\n\n")
@@ -245,10 +285,15 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     assert capsys.readouterr().out.split("\n\n") == samples
 
 
-def test_sample_continues_the_lines_of_a_file(exported, vocabularies, tmp_path, monkeypatch, capsys):
-    """In batches, each as alone: greedily as run does, otherwise by the seeds from --seed on."""
+def test_sample_continues_the_lines_of_a_file(exported, vocabularies, tmp_path, monkeypatch,
+                                              capsys):
+    """
+    Lines in a batch have the results of each line alone: greedily those of run, otherwise with the
+    seeds from --seed on.
+    """
     model, _, run = exported("mha", "f32")
-    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="f32")
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf",
+                        dtype="f32")
     lines = [PROMPT, "", "The", "One day there was a"]
     (tmp_path / "lines").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n")
     knobs = dict(out_dir=str(tmp_path / "m.gguf"), max_new_tokens=20, device="cpu", top_p=0.9)
@@ -259,20 +304,28 @@ def test_sample_continues_the_lines_of_a_file(exported, vocabularies, tmp_path, 
         command(monkeypatch, sample, **knobs | how)
         return capsys.readouterr().out
 
-    expected = [run("-t", "0", "-n", str(len(vocabularies["mha"].encode(line)) + 20), "-i", line).decode() for line in lines]
+    expected = [run("-t", "0", "-n", str(len(vocabularies["mha"].encode(line)) + 20),
+                    "-i", line).decode() for line in lines]
     assert written(prompts=str(tmp_path / "lines"), temperature=0.0) == "\n".join(expected)
     together = written(prompts=str(tmp_path / "lines"), temperature=1.5, num_samples=2, seed=7)
-    alone = [written(prompts="", prompt=line, temperature=1.5, num_samples=1, seed=seed) for line in lines for seed in (7, 8)]
+    alone = [written(prompts="", prompt=line, temperature=1.5, num_samples=1, seed=seed)
+             for line in lines for seed in (7, 8)]
     assert together == "\n".join(alone) and len(set(alone)) == 8
 
 
 @pytest.mark.parametrize("script, knobs, said", [
-    (sample, dict(num_samples=0), "num_samples is 0"), (sample, dict(max_new_tokens=0), "max_new_tokens is 0"),
-    (sample, dict(temperature=-1.0), "temperature is -1.0"), (sample, dict(top_p=0.0), "top_p is 0.0"),
-    (sample, dict(top_p=1.1), "top_p is 1.1"), (sample, dict(device="toaster"), "--device=toaster"),
-    (sample, dict(out_dir="none"), "no complete checkpoint"), (sample, dict(prompts="none"), "No such file"),
-    (sample, dict(prompts="empty"), "has no lines"), (sample, dict(prompts="empty", prompt="a"), "no --prompt beside it"),
-    (evaluate, dict(perplexity=""), "give --perplexity"), (evaluate, dict(perplexity="none"), "No such file"),
+    (sample, dict(num_samples=0), "num_samples is 0"),
+    (sample, dict(max_new_tokens=0), "max_new_tokens is 0"),
+    (sample, dict(temperature=-1.0), "temperature is -1.0"),
+    (sample, dict(top_p=0.0), "top_p is 0.0"),
+    (sample, dict(top_p=1.1), "top_p is 1.1"),
+    (sample, dict(device="toaster"), "--device=toaster"),
+    (sample, dict(out_dir="none"), "no complete checkpoint"),
+    (sample, dict(prompts="none"), "No such file"),
+    (sample, dict(prompts="empty"), "has no lines"),
+    (sample, dict(prompts="empty", prompt="a"), "no --prompt beside it"),
+    (evaluate, dict(perplexity=""), "give --perplexity"),
+    (evaluate, dict(perplexity="none"), "No such file"),
     (evaluate, dict(perplexity="empty"), "the text has no tokens"),
     (evaluate, dict(out_dir="m.bin", perplexity="m.bin"), "--tokenizer"),
 ])

@@ -1,4 +1,4 @@
-"""Heads that begin by attending to a fixed distance: their attention by transformers."""
+"""Attention heads that begin by attending to a fixed distance, checked in transformers."""
 import pytest
 import torch
 
@@ -9,7 +9,7 @@ from tests.test_model import twin
 from tests.test_train import losses, ranks, run, weights
 
 WIDE = dict(dim=128, n_layers=2, n_heads=4, vocab_size=300, max_seq_len=96)
-# The distance of each head of the first block; None: as it was drawn.
+# Name: (model sizes, distance of each head of the first block). None: the head stays random.
 SHAPES = {"four heads": (WIDE, [1, 2, None, None]),
           "two heads": (WIDE | {"n_heads": 2}, [1, 2]),
           "one head": (WIDE | {"n_heads": 1}, [1]),
@@ -25,7 +25,7 @@ SHAPES = {"four heads": (WIDE, [1, 2, None, None]),
 
 
 def attention_of(model, tokens):
-    """Return the attention of the first block by transformers, (H, T, S), for tokens (T,)."""
+    """Return the attention (H, T, S) of the first block in transformers, for tokens (T,)."""
     llama = twin(model)
     llama.set_attn_implementation("eager")
     with torch.no_grad():
@@ -33,7 +33,7 @@ def attention_of(model, tokens):
 
 
 def check(model, tokens, distances):
-    """Each head with a distance attends to it everywhere; another one to no position most."""
+    """Check that each head with a distance attends to it, and each other head to many positions."""
     attention = attention_of(model, tokens)
     for head, distance in enumerate(distances):
         if distance:
@@ -83,7 +83,7 @@ def test_what_is_added_to_the_rows_of_a_shared_table_changes_no_probability():
 
 
 def test_a_context_of_one_token_and_of_two():
-    """No earlier token, and one."""
+    """The weights stay random if the context has no earlier token, and change if it has one."""
     for context, begin in ((1, False), (2, True)):
         torch.manual_seed(1)
         model = ModelArgs(**WIDE | {"max_seq_len": context}).build()
@@ -93,7 +93,7 @@ def test_a_context_of_one_token_and_of_two():
 
 
 def test_a_training_begins_so(tmp_path):
-    """Two processes begin with the weights of one; a resumed run goes on from its own weights."""
+    """Two processes begin with the weights of one; a resumed run keeps its own weights."""
     text = " ".join(f"{n} and {n}, then {n * n}." for n in range(3000))
     (tmp_path / "my.txt").write_text(text)
     words = ["--data=my.txt", "--max_iters=4", "--eval_interval=2", "--eval_iters=0",
@@ -102,7 +102,7 @@ def test_a_training_begins_so(tmp_path):
     for done in ranks(tmp_path, 2, *words, "--fsdp=True", "--out_dir=two"):
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path, "two")[0][1] == pytest.approx(losses(tmp_path, "one")[0][1], rel=1e-6)
-    # The rows of a new table have half of their energy in common, those of a random one nothing.
+    # The rows of a new table share half of their energy, those of a random table none.
     rows = weights(tmp_path, "one")["tok_embeddings.weight"]
     assert rows.mean(0).norm() > 0.4 * rows.norm() / len(rows) ** 0.5
     assert run(tmp_path, *words, "--max_iters=2", "--out_dir=cut").returncode == 0

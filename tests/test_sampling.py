@@ -1,4 +1,7 @@
-"""The sampler against a plain Python loop and against transformers' processors: candidates, probabilities, draws, mistakes."""
+"""The sampler compared with a plain Python loop and with transformers' logits processors.
+
+Covers candidates, probabilities, draws, wrong settings, and when the bytes of a text are released.
+"""
 import math
 import random
 import re
@@ -15,12 +18,13 @@ from transformers import generation
 from tests.conftest import LIBRARY, SANITIZE, compile_c
 from tests.test_run import Model
 
-MARGIN = 1e-4  # cases in which rounding could move a token over a threshold are left out
+MARGIN = 1e-4  # skip cases in which rounding could move a token across a threshold
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("sampling") / "sampling", *SANITIZE, "tests/sampling.c", *LIBRARY)
+    return compile_c(
+        tmp_path_factory.mktemp("sampling") / "sampling", *SANITIZE, "tests/sampling.c", *LIBRARY)
 
 
 @dataclass
@@ -39,35 +43,44 @@ class Case:
     mask: list | None = None
 
     def packed(self):
-        """The case as tests/sampling.c reads it."""
+        """Return the case in the format that tests/sampling.c reads."""
         n, m, b = len(self.logits), len(self.tokens), len(self.biases)
-        return struct.pack("<3i6f3i", n, m, self.mask is not None, self.temperature, self.topp, self.minp, self.repeat,
-                           self.frequency, self.presence, self.topk, self.penalty_tokens, b) + struct.pack(
-            f"<{n}f{m}i{b}i{b}f", *self.logits, *self.tokens, *self.biases, *self.biases.values()) + bytes(self.mask or [])
+        return struct.pack(
+            "<3i6f3i", n, m, self.mask is not None, self.temperature, self.topp, self.minp,
+            self.repeat, self.frequency, self.presence, self.topk, self.penalty_tokens, b
+        ) + struct.pack(f"<{n}f{m}i{b}i{b}f", *self.logits, *self.tokens, *self.biases,
+                        *self.biases.values()) + bytes(self.mask or [])
 
 
 def sampled(program, mode, cases):
-    """What tests/sampling.c finds for each case: (vocabulary,)."""
-    done = subprocess.run([program, *mode], input=b"".join(c.packed() for c in cases), capture_output=True)
+    """Return what tests/sampling.c prints for each case, as arrays (vocabulary,)."""
+    done = subprocess.run([program, *mode], input=b"".join(c.packed() for c in cases),
+                          capture_output=True)
     assert done.returncode == 0, (done.stdout[-300:], done.stderr[-2000:])
     found = np.frombuffer(done.stdout)
     return np.split(found, np.cumsum([len(c.logits) for c in cases])[:-1])
 
 
 def reference(case):
-    """{token: probability} by the definitions in llamac.h, in plain Python; and whether rounding cannot change the set."""
+    """Apply the definitions in llamac.h in plain Python.
+
+    Return {token: probability}, and whether this set of tokens is safe from rounding.
+    """
     logits = list(case.logits)
     for token, bias in case.biases.items():
         logits[token] += bias
     window = {0: 64, -1: len(case.tokens)}.get(case.penalty_tokens, case.penalty_tokens)
     for token, count in Counter(case.tokens[-window:] if window else []).items():
         if case.repeat:
-            logits[token] = logits[token] / case.repeat if logits[token] > 0 else logits[token] * case.repeat
+            logits[token] = (logits[token] / case.repeat if logits[token] > 0
+                             else logits[token] * case.repeat)
         logits[token] -= count * case.frequency + case.presence
-    left = {t: x for t, x in enumerate(logits) if x > -math.inf and (case.mask is None or case.mask[t])}
+    left = {t: x for t, x in enumerate(logits)
+            if x > -math.inf and (case.mask is None or case.mask[t])}
     most = max(left.values())
     if case.temperature == 0:
-        return {max(left, key=lambda t: (left[t], -t)): 1.0}, all(x == most or most - x > MARGIN for x in left.values())
+        return ({max(left, key=lambda t: (left[t], -t)): 1.0},
+                all(x == most or most - x > MARGIN for x in left.values()))
     p = {t: math.exp((x - most) / case.temperature) for t, x in left.items()}
     ranked = sorted(p, key=lambda t: (-p[t], t))
     sure = True
@@ -77,7 +90,8 @@ def reference(case):
         ranked = ranked[:case.topk]
     if case.minp:
         largest = p[ranked[0]]
-        sure &= all(p[t] == largest or abs(p[t] / largest - case.minp) > MARGIN * case.minp for t in ranked)
+        sure &= all(p[t] == largest or abs(p[t] / largest - case.minp) > MARGIN * case.minp
+                    for t in ranked)
         ranked = [t for t in ranked if p[t] >= case.minp * largest]
     if 0 < case.topp < 1:
         share, total, kept = 0, sum(p[t] for t in ranked), []
@@ -97,16 +111,17 @@ def single(x):
 
 
 def random_case(rng, processors=False):
-    """Settings of every kind. processors: those that transformers defines too."""
+    """Return a random case. processors: use only settings that transformers has too."""
     n = rng.choice((1, 2, 3, 17, 60, 130))
     logits = [single(rng.gauss(0, rng.choice((0.3, 1, 4)))) for _ in range(n)]
     if rng.random() < 0.3:
-        logits = [round(2 * x) / 2 for x in logits]  # many equal ones
+        logits = [round(2 * x) / 2 for x in logits]  # many equal logits
     case = Case(logits, [rng.randrange(n) for _ in range(rng.choice((1, 5, 80, 300)))],
                 temperature=single(rng.choice((0.3, 0.8, 1, 1.7))),
-                topp=single(rng.choice((0, 0.2, 0.5, 0.9, 1))), topk=rng.choice((0, 0, 1, 2, 10, n, 1000)),
-                minp=single(rng.choice((0, 0, 0.02, 0.3, 1))), repeat=single(rng.choice((0, 1, 1.3, 0.7))),
-                penalty_tokens=-1)
+                topp=single(rng.choice((0, 0.2, 0.5, 0.9, 1))),
+                topk=rng.choice((0, 0, 1, 2, 10, n, 1000)),
+                minp=single(rng.choice((0, 0, 0.02, 0.3, 1))),
+                repeat=single(rng.choice((0, 1, 1.3, 0.7))), penalty_tokens=-1)
     if not processors:
         case.temperature = rng.choice((0, case.temperature, case.temperature, case.temperature))
         case.frequency, case.presence = (single(rng.choice((0, 0, 0.4, -0.5))) for _ in range(2))
@@ -125,12 +140,13 @@ def assert_same(case, shares, expected):
     for token, share in enumerate(shares):
         p = expected.get(token, 0)
         assert abs(share - p) < 3e-6, (case, token, share, p)
-        # The kernels cut off e^-88 and less, so tokens below that are equally likely
-        assert token in expected or share <= 2**-24 * (min(expected.values()) < 1e-30), (case, token, share)
+        # The kernels clamp values below e^-88, so all tokens below that are equally likely
+        assert (token in expected
+                or share <= 2**-24 * (min(expected.values()) < 1e-30)), (case, token, share)
 
 
 def test_candidates_and_probabilities_equal_a_plain_loop(program):
-    """1,000 distributions and settings, by turns on each instruction set of this machine."""
+    """1,000 random distributions and settings, spread over this machine's instruction sets."""
     rng = random.Random(7)
     cases = [random_case(rng) for _ in range(1000)]
     compared = 0
@@ -162,14 +178,14 @@ def test_candidates_and_probabilities_equal_transformers(program):
         theirs = scores.softmax(-1)[0]
         _, sure = reference(case)
         if not sure or len(set(case.logits)) < len(case.logits):
-            continue  # of equal logits, transformers keeps others
+            continue  # transformers may keep other tokens of equal logits
         assert_same(case, shares, {t: float(p) for t, p in enumerate(theirs) if p > 0})
         compared += 1
     assert compared > 150
 
 
 def test_extreme_temperatures(program):
-    """An infinite one makes all tokens as likely, one near 0 leaves the most likely."""
+    """An infinite temperature makes all tokens equally likely; one near 0 keeps the most likely."""
     rng, cases = random.Random(12), []
     for temperature in (math.inf, 3.4e38, 1e38, 1e20, 1e-20, 1e-30, 3e-39, 1e-40, 1e-45):
         for settings in (dict(), dict(topp=0.5), dict(topk=3), dict(minp=0.5),
@@ -177,14 +193,17 @@ def test_extreme_temperatures(program):
             logits = [single(rng.gauss(0, 2)) for _ in range(16)]
             cases.append(Case(logits, temperature=single(temperature), **settings))
     for case, shares in zip(cases, sampled(program, ["shares"], cases)):
-        # where tokens are equally likely, rounding decides which of them top-k and top-p leave
+        # rounding decides which of equally likely tokens top-k and top-p keep
         if case.temperature < 1 or not (case.topp or case.topk):
             assert_same(case, shares, reference(case)[0])
         assert shares.sum() == 1
 
 
 def test_draws_have_their_probabilities(program):
-    """Pearson's chi-square of 10,000 draws: no p-value is tiny, and they are not all large or small."""
+    """Pearson's chi-square test of 10,000 draws for each case.
+
+    No p-value is tiny, and their mean is near 0.5.
+    """
     rng, draws, values = random.Random(9), 10_000, []
     cases = [random_case(rng) for _ in range(400)]
     for case, counts in zip(cases, sampled(program, ["draws", str(draws)], cases)):
@@ -199,19 +218,25 @@ def test_draws_have_their_probabilities(program):
         if len(due) > 1:
             due = np.array(due) * sum(seen) / sum(due)
             square = float(((np.array(seen) - due) ** 2 / due).sum())
-            values.append(float(torch.special.gammaincc(torch.tensor((len(due) - 1) / 2), torch.tensor(square / 2))))
+            values.append(float(torch.special.gammaincc(torch.tensor((len(due) - 1) / 2),
+                                                        torch.tensor(square / 2))))
     assert len(values) > 50, len(values)
     assert min(values) > 1e-5 and 0.35 < np.mean(values) < 0.65
 
 
 def test_neutral_settings_sample_what_no_settings_do(program):
-    """To the bit: a mask that allows all, penalties of 1 and 0, biases of 0, and all tokens as top k."""
+    """Neutral settings and none give bit-identical results.
+
+    These are a mask that allows all tokens, a repeat penalty of 1 and biases of 0.
+    """
     rng, cases = random.Random(3), []
     for _ in range(40):
         n = rng.choice((2, 60, 130))
         logits = [single(rng.gauss(0, 2)) for _ in range(n)]
-        plain = dict(tokens=[0, 1, 1], topp=single(rng.choice((0, 0.3, 0.9))), temperature=single(rng.choice((0.5, 1))))
-        cases += [Case(logits, **plain), Case(logits, **plain, repeat=1, biases={1: 0.0}, mask=[1] * n)]
+        plain = dict(tokens=[0, 1, 1], topp=single(rng.choice((0, 0.3, 0.9))),
+                     temperature=single(rng.choice((0.5, 1))))
+        cases += [Case(logits, **plain),
+                  Case(logits, **plain, repeat=1, biases={1: 0.0}, mask=[1] * n)]
     for first, second in zip(*(sampled(program, ["draws", "300"], cases[i::2]) for i in range(2))):
         assert (first == second).all()
 
@@ -222,29 +247,36 @@ def test_mistakes_are_answered_in_one_line(program, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     said = done.stdout.splitlines()
     assert all(re.fullmatch("[ -~]{10,}", line) for line in said)
-    named = ("temperature is nan", "temperature is -1", "top-p is -5", "top-p is nan", "top-k is -1", "min-p is 1.5", "min-p is nan",
-             "repeat penalty is -1", "repeat penalty is inf", "frequency penalty is nan", "frequency penalty is -inf",
-             "presence penalty is 101", "penalty_tokens is -2", "-1 biases", "1 biases, but bias_tokens", "token 300, which is outside", "token -1,",
-             "bias of token 0 is nan", "bias of token 0 is inf", "no token is left", "no token is left", "no token is left",
-             "bytes, expected 16 to", "8 bytes, expected 16 to")
+    named = ("temperature is nan", "temperature is -1", "top-p is -5", "top-p is nan",
+             "top-k is -1", "min-p is 1.5", "min-p is nan", "repeat penalty is -1",
+             "repeat penalty is inf", "frequency penalty is nan", "frequency penalty is -inf",
+             "presence penalty is 101", "penalty_tokens is -2", "-1 biases",
+             "1 biases, but bias_tokens", "token 300, which is outside", "token -1,",
+             "bias of token 0 is nan", "bias of token 0 is inf", "no token is left",
+             "no token is left", "no token is left", "bytes, expected 16 to",
+             "8 bytes, expected 16 to")
     assert len(said) == len(named)
     for line, name in zip(said, named):
         assert name in line, (line, name)
 
 
-# ---- texts: what of the tokens' bytes may be shown, and when
+# ---- texts: which bytes of the tokens may be shown, and when
 
 EOS, RAW, GO_ON = 2, 1, 2
 
 
 def may_go_on(data):
-    """Whether bytes that follow could make a character of these, which are none."""
-    expected = 4 if 0xf0 <= data[0] < 0xf5 else 3 if 0xe0 <= data[0] < 0xf0 else 2 if 0xc2 <= data[0] < 0xe0 else 1
+    """Return whether the incomplete bytes may become a character when more bytes follow."""
+    expected = (4 if 0xf0 <= data[0] < 0xf5 else 3 if 0xe0 <= data[0] < 0xf0
+                else 2 if 0xc2 <= data[0] < 0xe0 else 1)
     return len(data) < expected and all(0x80 <= b < 0xc0 for b in data[1:])
 
 
 def characters(data, end, last):
-    """The whole characters of data[:end], with U+FFFD for each byte that begins none."""
+    """Return the complete characters of data[:end], with U+FFFD for each invalid byte.
+
+    last: no bytes follow, so incomplete characters are invalid.
+    """
     shown, at = "", 0
     while at < end:
         for n in 1, 2, 3, 4:
@@ -260,7 +292,7 @@ def characters(data, end, last):
 
 
 def expected_releases(tokens, pieces, stops, flags):
-    """[(result, bytes) of each token ..., of the end], byte by byte by the definition."""
+    """Return [(result, bytes), ...] for each token and for the end, computed byte by byte."""
     data, shown, releases = b"", 0, []
     for token in tokens:
         result, piece = 0, pieces[token]
@@ -272,7 +304,8 @@ def expected_releases(tokens, pieces, stops, flags):
             if ends:
                 data, result = data[:-max(map(len, ends))], 2
                 break
-        held = 0 if result else max((n for s in stops for n in range(len(s)) if n and data.endswith(s[:n])), default=0)
+        held = 0 if result else max(
+            (n for s in stops for n in range(len(s)) if n and data.endswith(s[:n])), default=0)
         end = len(data) - held
         text = data[:end] if flags & RAW else characters(data, end, last=bool(result))
         releases.append((result, text[shown:]))
@@ -285,32 +318,42 @@ def expected_releases(tokens, pieces, stops, flags):
 
 @pytest.fixture(scope="module")
 def texts_program(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("texts") / "texts", *SANITIZE, "tests/texts.c", *LIBRARY)
+    return compile_c(
+        tmp_path_factory.mktemp("texts") / "texts", *SANITIZE, "tests/texts.c", *LIBRARY)
 
 
 def test_texts_release_bytes_as_soon_as_they_are_certain(texts_program, tmp_path):
-    """2,000 random texts of few letters, whole and cut characters, stop strings that overlap, with every flag."""
+    """2,000 random texts over a few letters, with every flag.
+
+    They contain complete and truncated characters; the stop strings overlap.
+    """
     model, rng, lines, cases = Model(), random.Random(11), [], []
     model.write_gguf(tmp_path / "m.gguf")
     pieces = [b"", b"", b"", *(bytes([b]) for b in range(256)), *(p for p, _ in model.pieces[259:])]
     pieces[3 + 32] = b" "
     letters = [3 + b for b in b"AaAab " + "é😀".encode() + b"\xff\xc3"] + [259, 260, 259]  # Aa, Ab
-    strings = [s.encode() for s in ("A", "Aa", "aA", "AaAb", "AbAaA", " b", "é", "😀", "aé", "bbbb", "AaAaAaAb")]
+    strings = [s.encode() for s in ("A", "Aa", "aA", "AaAb", "AbAaA", " b", "é", "😀", "aé", "bbbb",
+                                    "AaAaAaAb")]
     for _ in range(2000):
         stops = rng.sample(strings, rng.choice((0, 1, 1, 2, 4)))
         flags = rng.choice((0, 0, RAW, GO_ON))
-        tokens = [rng.choice(letters) for _ in range(rng.randrange(25))] + [EOS] * rng.choice((0, 0, 1))
-        if rng.random() < 0.3:  # characters that are whole
+        tokens = ([rng.choice(letters) for _ in range(rng.randrange(25))]
+                  + [EOS] * rng.choice((0, 0, 1)))
+        if rng.random() < 0.3:  # complete characters only
             tokens = [3 + b for b in "".join(rng.choice("Aa é😀b") for _ in range(8)).encode()]
-        lines.append(" ".join([f"{flags} {len(stops)}", *(s.hex() for s in stops), *map(str, tokens), "-1"]))
+        lines.append(" ".join([f"{flags} {len(stops)}", *(s.hex() for s in stops),
+                               *map(str, tokens), "-1"]))
         cases.append(expected_releases(tokens, pieces, stops, flags))
-    done = subprocess.run([texts_program, tmp_path / "m.gguf"], input="\n".join(lines), capture_output=True, text=True)
+    done = subprocess.run([texts_program, tmp_path / "m.gguf"], input="\n".join(lines),
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[-2000:]
     said = done.stdout.splitlines()
     for line, case, asked in zip(said, cases, lines):
-        found = [(int(part.split(":")[0]), bytes.fromhex(part.split(":")[1])) for part in line.split()]
+        found = [(int(part.split(":")[0]), bytes.fromhex(part.split(":")[1]))
+                 for part in line.split()]
         if case and case[-1][0]:
             assert found.pop() == (-1, b"the text has ended already"), asked
         assert found == case, asked
     mistakes = said[len(cases):]
-    assert len(mistakes) == 11 and all(re.fullmatch("[ -~]{10,}", line) for line in mistakes), mistakes
+    assert len(mistakes) == 11, mistakes
+    assert all(re.fullmatch("[ -~]{10,}", line) for line in mistakes), mistakes

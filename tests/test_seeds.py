@@ -1,4 +1,4 @@
-"""--seeds: the same command with several seeds, resumable, and what they reach together."""
+"""--seeds: the same command with several seeds, resumable, and the results of all of them."""
 import json
 import os
 import statistics
@@ -16,7 +16,11 @@ from tests.test_train import ROOT, folder  # noqa: F401
 
 @pytest.fixture
 def started(folder, monkeypatch, capsys):  # noqa: F811
-    """A function that runs train.py's start with these words; its trainings are forked. `ends` has code and signals to end with."""
+    """
+    Return a function that calls train.start with command-line arguments and returns (exit code,
+    stdout, stderr). Its trainings are forked; `ends` has (code, signals) that trainings return
+    instead of running, and `calls` has the commands of the trainings.
+    """
     calls, ends = [], []
 
     def run_program(command, environment):
@@ -40,7 +44,7 @@ def started(folder, monkeypatch, capsys):  # noqa: F811
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    for name, value in settings(vars(train)).items():  # train.main sets them; put them back later
+    for name, value in settings(vars(train)).items():  # train.main sets them; pytest restores them
         monkeypatch.setattr(train, name, value)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(seeds, "run_program", run_program)
@@ -56,7 +60,9 @@ def test_seeds_are_trained_in_turn_and_go_on_where_they_were_stopped(folder, sta
     words = ["--data=my.txt", *SMALL, "--seeds=2", "--seed=5", "--out_dir=group", "--json"]
     started.ends += [(0, [15])]
     code, out, err = started(*words)
-    assert code == 128 + 15 and "stopped at seed 5; the same command continues" in err and len(started.calls) == 1
+    assert code == 128 + 15
+    assert "stopped at seed 5; the same command continues" in err
+    assert len(started.calls) == 1
     started.ends += [(1, [])]
     code, out, err = started(*words)
     assert code == 2 and "seed 5 ended with code 1" in err
@@ -64,23 +70,30 @@ def test_seeds_are_trained_in_turn_and_go_on_where_they_were_stopped(folder, sta
     assert code == 0 and len(started.calls) == 2, err
     losses = [result(folder, seed)["best"]["loss/val"] for seed in (5, 6)]
     assert losses[0] != losses[1] and [result(folder, seed)["seed"] for seed in (5, 6)] == [5, 6]
-    assert (f"loss/val: mean {statistics.mean(losses):.4f}, standard deviation {statistics.stdev(losses):.4f} (n = 2)") in out
+    assert (f"loss/val: mean {statistics.mean(losses):.4f}, "
+            f"standard deviation {statistics.stdev(losses):.4f} (n = 2)") in out
     found = json.loads(out.splitlines()[-1])
-    assert found["results"]["loss/val"]["mean"] == pytest.approx(statistics.mean(losses)) and found["seeds"] == [5, 6]
+    assert found["results"]["loss/val"]["mean"] == pytest.approx(statistics.mean(losses))
+    assert found["seeds"] == [5, 6]
     assert found["runs"] == [result(folder, seed) for seed in (5, 6)]
     code, out, err = started(*words)
     assert code == 0 and not started.calls and out.count("finished before") == 2
     code, out, err = started(*words, "--learning_rate=1e-3")
-    assert code == 2 and "seed5 holds a run with learning_rate=0.006, now it is 0.001; give another --out_dir" in err
+    assert code == 2
+    assert ("seed5 holds a run with learning_rate=0.006, now it is 0.001; "
+            "give another --out_dir") in err
     code, out, err = started(*words[:-1], "--seeds=3")
     assert code == 0 and len(started.calls) == 1 and "(n = 3)" in out
-    code, out, err = started("group/seed5/config.json", "--seeds=1", "--seed=6", "--out_dir=group/seed6")
+    code, out, err = started(
+        "group/seed5/config.json", "--seeds=1", "--seed=6", "--out_dir=group/seed6")
     assert code == 0 and "this run is finished" in out
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--eval_only"], "--seeds and --eval_only: expected one of them"), (["--dry_run"], "--seeds and --dry_run: expected one of them"),
-    (["--seeds=0"], "seeds is 0, expected at least 1"), (["--out_dir=lone"], "--out_dir=lone: holds a run; with --seeds")])
+    (["--eval_only"], "--seeds and --eval_only: expected one of them"),
+    (["--dry_run"], "--seeds and --dry_run: expected one of them"),
+    (["--seeds=0"], "seeds is 0, expected at least 1"),
+    (["--out_dir=lone"], "--out_dir=lone: holds a run; with --seeds")])
 def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):  # noqa: F811
     (folder / "lone").mkdir(exist_ok=True)
     (folder / "lone/trainer.json").write_text('{"made_by": "llamac"}')
@@ -88,7 +101,8 @@ def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):
     assert code == 2 and said in err and err.count("\n") == 1, err
 
 
-def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_stopped(folder, started, monkeypatch):  # noqa: F811
+def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_stopped(
+        folder, started, monkeypatch):  # noqa: F811
     monkeypatch.setattr(teachers, "run_program", seeds.run_program)
     words = ["--data=my.txt", *SMALL, "--teacher=auto", "--seed=5", "--out_dir=taught", "--json"]
     started.ends += [(0, [15])]
@@ -96,16 +110,21 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     assert code == 128 + 15 and len(started.calls) == 1
     code, out, err = started(*words)
     assert code == 0, err
-    config, found = (json.loads((folder / "taught" / name).read_text()) for name in ("config.json", "result.json"))
-    assert config["teacher"] == "taught-teachers" and config["seed"] == 5 and found["status"] == "finished"
+    config, found = (json.loads((folder / "taught" / name).read_text())
+                     for name in ("config.json", "result.json"))
+    assert config["teacher"] == "taught-teachers"
+    assert config["seed"] == 5
+    assert found["status"] == "finished"
     assert [result["seed"] for result in map(json.loads, (path.read_text() for path in sorted(
         (folder / "taught-teachers").glob("seed*/result.json"))))] == [6, 7, 8]
     assert "teachers: 3 write" in out and json.loads(out.splitlines()[-1]) == found
-    assert sum(line.startswith("{") for line in out.splitlines()) == 1  # the teachers' results are not printed
+    # The teachers' results are not printed.
+    assert sum(line.startswith("{") for line in out.splitlines()) == 1
     code, out, err = started(*words)
     assert code == 0 and out.count("finished before") == 3 and "this run is finished" in out
     code, out, err = started(*words, "--learning_rate=1e-3")
-    assert code == 2 and "taught-teachers/seed6 holds a run with learning_rate=0.006, now it is 0.001" in err
+    assert code == 2
+    assert "taught-teachers/seed6 holds a run with learning_rate=0.006, now it is 0.001" in err
 
 
 def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # noqa: F811
@@ -114,37 +133,52 @@ def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # 
     (folder / "alone/config.json").write_text('{"teacher": ""}')
     code, out, err = started(*words, "--out_dir=alone")
     assert code == 2 and not started.calls
-    assert "--out_dir=alone: holds a run with no teacher, expected alone-teachers; give another --out_dir" in err
+    assert ("--out_dir=alone: holds a run with no teacher, expected alone-teachers; "
+            "give another --out_dir") in err
 
 
-def test_student_and_teachers_have_folders_of_their_own_beside_that_of_a_run_of_the_text(folder, started, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (calls.append(command), (0, []))[1])
+def test_student_and_teachers_have_folders_of_their_own_beside_that_of_a_run_of_the_text(
+        folder, started, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (
+        calls.append(command), (0, []))[1])
     calls = []
     code, _, err = started("--data=my.txt", "--teacher=auto", "--minutes=1", "--out_dir=auto")
     assert code == 0, err
-    assert "--out_dir=out/my-teachers" in calls[0] and "--teacher=out/my-teachers" in calls[1] and "--out_dir=out/my-student" in calls[1]
+    assert "--out_dir=out/my-teachers" in calls[0]
+    assert "--teacher=out/my-teachers" in calls[1]
+    assert "--out_dir=out/my-student" in calls[1]
 
 
 def test_the_minutes_of_teachers_and_student_are_those_of_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--minutes=10"])
-    config = configure(vars(train).copy(), "data", ["--minutes=10", "--out_dir=out"], adapt=repeat.settings)
+    config = configure(
+        vars(train).copy(), "data", ["--minutes=10", "--out_dir=out"], adapt=repeat.settings)
     first, student = teachers.commands(config, "out-teachers")
-    minutes = [float([word for word in words if word.startswith("--minutes=")][-1].partition("=")[2]) for words in (first, student)]
-    assert minutes == [2, 4] and "--seeds=3" in first and "--teacher=out-teachers" in student  # 3 x 2 + 4
+    minutes = [
+        float([word for word in words if word.startswith("--minutes=")][-1].partition("=")[2])
+        for words in (first, student)]
+    assert minutes == [2, 4]  # three teachers of 2 minutes, then 4 minutes: 10 in total
+    assert "--seeds=3" in first
+    assert "--teacher=out-teachers" in student
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--dry_run"], "--teacher=auto and --dry_run: expected one of them"), (["--seeds=2"], "--teacher=auto and --seeds: expected one of them"),
+    (["--dry_run"], "--teacher=auto and --dry_run: expected one of them"),
+    (["--seeds=2"], "--teacher=auto and --seeds: expected one of them"),
     (["--data=chats.jsonl"], "--teacher=auto: chats.jsonl holds conversations, expected a text")])
-def test_what_can_have_no_teachers_is_refused_before_any_is_trained(folder, started, words, said):  # noqa: F811
-    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}')
+def test_what_can_have_no_teachers_is_refused_before_any_is_trained(
+        folder, started, words, said):  # noqa: F811
+    (folder / "chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}')
     code, _, err = started("--data=my.txt", *SMALL, "--teacher=auto", *words)
     assert code == 2 and said in err and not started.calls
 
 
 def test_a_text_about_conversations_may_have_teachers(folder, started, monkeypatch):  # noqa: F811
     calls = []
-    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (calls.append(command), (0, []))[1])
-    (folder / "about.txt").write_text('An example: {"messages": [{"role": "user", "content": "Hi"}]}')
+    monkeypatch.setattr(teachers, "run_program", lambda command, environment: (
+        calls.append(command), (0, []))[1])
+    (folder / "about.txt").write_text(
+        'An example: {"messages": [{"role": "user", "content": "Hi"}]}')
     code, _, err = started("--data=about.txt", "--teacher=auto", "--seed=5", "--out_dir=about")
     assert code == 0 and len(calls) == 2, err

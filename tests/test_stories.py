@@ -54,7 +54,7 @@ def derive_one(symbol, text, at, kept):
                 yield end, known, bits + stories.BITS[rule]
 
 
-# ---- probability --------------------------------------------------------------------------------------------------
+# ---- probability ---------------------------------------------------------------------------------
 
 def test_every_story_has_one_derivation_of_the_probability_it_was_drawn_with():
     for text, bits in SOME:
@@ -69,8 +69,10 @@ def test_texts_that_are_no_stories_have_no_derivation():
         at = rng.randrange(len(text))
         assert parse(text[:at]) == [] == parse(text + " The end.")
         assert parse(text[:at] + "#" + text[at + 1:]) == []
-        for rule in "girl_name", "boy_name", "friend", "toy", "place":  # another name in one of its places
-            word, other = next((w for w in names(rule) if re.search(rf"\b{w}\b", text)), None), rng.choice(names(rule))
+        # Replace one occurrence of a name: the story then has two names for one thing.
+        for rule in "girl_name", "boy_name", "friend", "toy", "place":
+            word, other = (next((w for w in names(rule) if re.search(rf"\b{w}\b", text)), None),
+                           rng.choice(names(rule)))
             if word and other != word:
                 places = [m.span() for m in re.finditer(rf"\b{word}\b", text)]
                 a, b = rng.choice(places)
@@ -88,7 +90,8 @@ def test_entropy_is_the_mean_of_what_stories_cost():
 def test_there_are_a_billion_stories_and_more():
     assert isinstance(stories.count(), int) and stories.count() > 10 ** 40
     assert len({text for text, _ in SOME}) == len(SOME)
-    documented = re.search(r"10\^([\d.]+) different stories, ([\d.]+) bits", stories.__doc__.replace("\n", " "))
+    documented = re.search(r"10\^([\d.]+) different stories, ([\d.]+) bits",
+                           stories.__doc__.replace("\n", " "))
     assert float(documented[1]) == pytest.approx(math.log10(stories.count()), abs=0.06)
     assert float(documented[2]) == pytest.approx(stories.entropy(), abs=0.06)
 
@@ -114,7 +117,10 @@ thing: cat, dog, owl, fox
 
 
 def enumerate_derivations(rules):
-    """Every (text, probability), by trying all draws: a program of its own, to judge the one in stories.py."""
+    """
+    Return every (text, probability) by trying all draws. It shares no code with stories.py, which
+    it checks.
+    """
     def expand(rule_or_sequence, kept):
         if isinstance(rule_or_sequence, str):
             for alternative in rules[rule_or_sequence]:
@@ -134,7 +140,8 @@ def enumerate_derivations(rules):
                      [(t, p, {**k, first[1]: t}) for t, p, k in expand(first[1], kept)])
         else:
             sexes = [(kept["boy"], 1.0)] if "boy" in kept else [(0, 0.5), (1, 0.5)]
-            heads = [(t, p * q, k) for sex, p in sexes for t, q, k in expand(first[1][sex], {**kept, "boy": sex})]
+            heads = [(t, p * q, k) for sex, p in sexes
+                     for t, q, k in expand(first[1][sex], {**kept, "boy": sex})]
         for (text, p, after) in heads:
             for more, q, last in expand(rest, after):
                 yield text + more, p * q, last
@@ -160,25 +167,28 @@ def test_count_entropy_and_parser_on_a_grammar_small_enough_to_enumerate(monkeyp
     stories.measure.cache_clear()
 
 
-# ---- the grammar --------------------------------------------------------------------------------------------------
+# ---- the grammar ---------------------------------------------------------------------------------
 
 def references(sequence):
     for symbol in sequence:
         if not isinstance(symbol, str):
-            yield from [symbol[1]] if symbol[0] != "|" else itertools.chain(*map(references, symbol[1]))
+            yield from ([symbol[1]] if symbol[0] != "|"
+                        else itertools.chain(*map(references, symbol[1])))
 
 
 def test_every_rule_is_used_and_every_reference_is_a_rule():
-    used = {"story"} | {name for a in stories.RULES.values() for sequence in a for name in references(sequence)}
+    used = {"story"} | {name for a in stories.RULES.values() for sequence in a
+                        for name in references(sequence)}
     assert used == set(stories.RULES)
     for name, alternatives in stories.RULES.items():
         assert len(set(alternatives)) == len(alternatives) > 0, name
-    assert len(stories.RULES["girl_name"]) == len(stories.RULES["boy_name"])  # as `measure` takes for granted
+    # `measure` assumes equally many.
+    assert len(stories.RULES["girl_name"]) == len(stories.RULES["boy_name"])
     assert len(stories.RULES["plot"]) >= 6
 
 
 def test_who_and_what_is_kept_together_is_told_apart():
-    """A model can only copy the right name if no word is of two kinds."""
+    """A model can copy the right name only if no word belongs to two kinds."""
     kinds = ["girl_name", "boy_name", "friend", "toy", "place", "look"]
     words = [word for kind in kinds for word in names(kind)]
     assert len(words) == len(set(words))
@@ -188,10 +198,10 @@ def test_a_story_is_a_function_of_seed_and_number():
     assert [stories.write(11, n) for n in (2999, 0, 7)] == [SOME[2999], SOME[0], SOME[7]]
     assert stories.write(12, 0) != SOME[0]
     digest = hashlib.sha256("\n".join(text for text, _ in SOME[:100]).encode()).hexdigest()
-    assert digest[:16] == "09d784c71afcd913"  # on every platform
+    assert digest[:16] == "09d784c71afcd913"  # the same on every platform
 
 
-# ---- what it reads like -------------------------------------------------------------------------------------------
+# ---- what it reads like --------------------------------------------------------------------------
 
 def test_names_things_and_pronouns_stay_the_same():
     mentions = {"hero": 0, "friend": 0, "toy": 0, "place": 0}
@@ -202,18 +212,28 @@ def test_names_things_and_pronouns_stay_the_same():
         friend, = set(words) & set(names("friend"))
         toy, = set(words) & set(names("toy"))
         place, = set(words) & set(names("place"))
-        assert text.index(hero) < text.index(friend) < text.index(toy) and text.index(place) < text.index(toy)
-        sex = {"girl", "She", "she", "Her", "her"} if girl else {"boy", "He", "he", "His", "his", "him"}
-        assert not set(words) & ({"girl", "boy", "She", "she", "Her", "her", "He", "he", "His", "his", "him"} - sex)
+        assert text.index(hero) < text.index(friend) < text.index(toy)
+        assert text.index(place) < text.index(toy)
+        sex = ({"girl", "She", "she", "Her", "her"} if girl
+               else {"boy", "He", "he", "His", "his", "him"})
+        assert not set(words) & (
+            {"girl", "boy", "She", "she", "Her", "her", "He", "he", "His", "his", "him"} - sex)
         for kind, word in zip(mentions, (hero, friend, toy, place)):
             mentions[kind] += words.count(word) / len(SOME)
-        assert words.count(hero) >= 3 and words.count(friend) >= 3 and words.count(toy) >= 2
-    assert mentions["hero"] > 4 and mentions["friend"] > 4 and mentions["toy"] > 3 and mentions["place"] > 2
+        assert words.count(hero) >= 3
+        assert words.count(friend) >= 3
+        assert words.count(toy) >= 2
+    assert mentions["hero"] > 4
+    assert mentions["friend"] > 4
+    assert mentions["toy"] > 3
+    assert mentions["place"] > 2
 
 
 def test_sentences_are_well_formed():
     for text, _ in SOME:
-        assert text.isascii() and set(text) <= set(stories.CHARACTERS) and "  " not in text
+        assert text.isascii()
+        assert set(text) <= set(stories.CHARACTERS)
+        assert "  " not in text
         assert not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text), text
         assert re.match(r"[A-Z]", text) and text.endswith(".")
         assert not re.search(r"[.!?] [a-z]", re.sub(r'"[^"]*"', "Q", text)), text
@@ -222,4 +242,6 @@ def test_sentences_are_well_formed():
 
 def test_length():
     sizes = [len(text) for text, _ in SOME]
-    assert 400 < sum(sizes) / len(sizes) < 700 and min(sizes) > 300 and max(sizes) < 1000
+    assert 400 < sum(sizes) / len(sizes) < 700
+    assert min(sizes) > 300
+    assert max(sizes) < 1000

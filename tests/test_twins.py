@@ -1,4 +1,7 @@
-"""Every vectorised piece beside a twin in plain loops over single numbers: values, and gradients where there are any."""
+"""
+Each vectorised operation is compared with a twin in plain loops over single numbers: its values,
+and its gradients where there are any.
+"""
 import math
 
 import numpy as np
@@ -16,16 +19,17 @@ WRITTEN_OUT = [pytest.param(True, id="written out"), pytest.param(False, id="pla
 
 
 def leaf(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_()
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_()
 
 
 def stacked(nested):
-    """A tensor of nested lists of scalar tensors, which keeps their gradients."""
+    """Return a tensor made of nested lists of scalar tensors, which keeps their gradients."""
     return torch.stack([stacked(n) for n in nested]) if isinstance(nested, list) else nested
 
 
 def same(op, twin, *inputs, near=2e-5):
-    """Values, and the gradients of a random sum of them."""
+    """Compare the values of op and twin, and the gradients of a random sum of the values."""
     values, expected = op(*inputs), stacked(twin(*inputs))
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9))
     found = torch.autograd.grad((values * weights).sum(), inputs)
@@ -58,7 +62,8 @@ def test_swiglu(written):
 
 @pytest.mark.parametrize("written", WRITTEN_OUT)
 def test_rotary_positions(written):
-    args = ModelArgs(dim=12, n_heads=2, vocab_size=9, max_seq_len=4, rope_theta=100.0, rope_scaling=2.0)
+    args = ModelArgs(dim=12, n_heads=2, vocab_size=9, max_seq_len=4, rope_theta=100.0,
+                     rope_scaling=2.0)
 
     def twin(x):
         out = [[[[None] * 6 for _ in range(2)] for _ in range(4)] for _ in range(2)]
@@ -69,7 +74,8 @@ def test_rotary_positions(written):
                         angle = t / 2.0 * 100.0 ** (-2 * i / 6)
                         first, second = x[b, t, head, 2 * i], x[b, t, head, 2 * i + 1]
                         out[b][t][head][2 * i] = first * math.cos(angle) - second * math.sin(angle)
-                        out[b][t][head][2 * i + 1] = first * math.sin(angle) + second * math.cos(angle)
+                        out[b][t][head][2 * i + 1] = (
+                            first * math.sin(angle) + second * math.cos(angle))
         return out
 
     op = ops.rotate if written else ops.rotate_plain
@@ -77,7 +83,7 @@ def test_rotary_positions(written):
 
 
 def attention_twin(q, k, v, sees):
-    """Head h reads the keys and values of head h K / H; sees(b, t, s): whether query t may see key s."""
+    """Head h reads keys and values of head h K / H; sees(b, t, s): whether query t sees key s."""
     B, T, H, Q = q.shape
     out = []
     for b in range(B):
@@ -87,8 +93,10 @@ def attention_twin(q, k, v, sees):
             for h in range(H):
                 g = h * k.shape[2] // H
                 keys = [s for s in range(T) if sees(b, t, s)]
-                powers = [torch.exp(sum(q[b, t, h, i] * k[b, s, g, i] for i in range(Q)) / math.sqrt(Q)) for s in keys]
-                row += [sum(p * v[b, s, g, i] for p, s in zip(powers, keys)) / sum(powers) for i in range(Q)]
+                powers = [torch.exp(sum(q[b, t, h, i] * k[b, s, g, i] for i in range(Q))
+                                    / math.sqrt(Q)) for s in keys]
+                row += [sum(p * v[b, s, g, i] for p, s in zip(powers, keys)) / sum(powers)
+                        for i in range(Q)]
             rows.append(row)
         out.append(rows)
     return out
@@ -107,9 +115,11 @@ def test_attention_within_documents():
         return s <= t and not any(tokens[b, u] == bos for u in range(s + 1, t + 1))
 
     mask = ops.within_documents(tokens, bos)
-    assert mask.tolist() == [[[[sees(b, t, s) for s in range(5)] for t in range(5)]] for b in range(2)]
+    assert mask.tolist() == [[[[sees(b, t, s) for s in range(5)] for t in range(5)]]
+                             for b in range(2)]
     q, k, v = leaf(2, 5, 2, 2), leaf(2, 5, 2, 2, seed=1), leaf(2, 5, 2, 2, seed=2)
-    same(lambda q, k, v: ops.attention(q, k, v, mask), lambda q, k, v: attention_twin(q, k, v, sees), q, k, v)
+    same(lambda q, k, v: ops.attention(q, k, v, mask),
+         lambda q, k, v: attention_twin(q, k, v, sees), q, k, v)
 
 
 @pytest.mark.parametrize("written", WRITTEN_OUT)
@@ -135,7 +145,7 @@ def test_cross_entropy_and_its_mask(written, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
 def test_orthogonalised(shape):
-    """The quintic of Newton and Schulz, entry by entry."""
+    """The twin computes the quintic Newton-Schulz iteration entry by entry."""
     def product(a, b):
         return [[sum(x * y for x, y in zip(row, column)) for column in zip(*b)] for row in a]
 
@@ -149,7 +159,8 @@ def test_orthogonalised(shape):
         b = [[-4.7750 * p + 2.0315 * q for p, q in zip(*rows)] for rows in zip(a, aa)]
         x = [[3.4445 * p + q for p, q in zip(*rows)] for rows in zip(x, product(b, x))]
     expected = torch.tensor(x) if shape[0] < shape[1] else torch.tensor(x).T
-    torch.testing.assert_close(optim.orthogonalize(g, torch.float64)[0], expected.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        optim.orthogonalize(g, torch.float64)[0], expected.double(), rtol=1e-6, atol=1e-6)
 
 
 def away_from_zero(value):
@@ -162,17 +173,20 @@ def test_blocks_of_8_and_4_bits():
     for n, block in enumerate(x.reshape(-1, 32)):
         d = np.float32(max(abs(block)) / np.float32(127))
         assert whole["d"][n] == np.float16(d)
-        assert whole["q"][n].tolist() == [int(away_from_zero(v * np.float32(1 / d))) if d else 0 for v in block]
+        assert whole["q"][n].tolist() == [
+            int(away_from_zero(v * np.float32(1 / d))) if d else 0 for v in block]
         extreme = max(block, key=abs)
         d = np.float32(extreme / np.float32(-8))
         q = [min(15, int(v * np.float32(1 / d) + np.float32(8.5))) if d else 8 for v in block]
         assert nibbles["d"][n] == np.float16(d)
         assert nibbles["q"][n].tolist() == [low | high << 4 for low, high in zip(q[:16], q[16:])]
-    back8, back4 = (layout.TYPES[name].decode(stored.view(np.uint8)).flatten() for name, stored in (("q8_0", whole), ("q4_0", nibbles)))
+    back8, back4 = (layout.TYPES[name].decode(stored.view(np.uint8)).flatten()
+                    for name, stored in (("q8_0", whole), ("q4_0", nibbles)))
     for n, value in enumerate(x):
         b, i = divmod(n, 32)
         nibble = nibbles["q"][b][i % 16] >> (4 if i >= 16 else 0) & 15
-        assert back8[n] == np.float32(whole["d"][b]) * whole["q"][b][i] and back4[n] == np.float32(nibbles["d"][b]) * (int(nibble) - 8)
+        assert back8[n] == np.float32(whole["d"][b]) * whole["q"][b][i]
+        assert back4[n] == np.float32(nibbles["d"][b]) * (int(nibble) - 8)
 
 
 def test_groups_of_llama2c():
@@ -181,12 +195,16 @@ def test_groups_of_llama2c():
     for n, group in enumerate(x.reshape(-1, 16)):
         d = np.float32(max(abs(group)) / np.float32(127))
         assert scale[n] == d
-        assert q[n].tolist() == [round(float(v / (d or np.float32(1)))) for v in group]  # ties to even
+        # round() rounds ties to even.
+        assert q[n].tolist() == [round(float(v / (d or np.float32(1)))) for v in group]
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_place_of_a_batch(world):
-    """Sequence n of a run: window n of the epochs' orders one behind the other, each token the next one's input."""
+    """
+    Sequence n of a run is window n of the concatenated orders of the epochs. The target of each
+    token is the token after it.
+    """
     tokens, T, rows = np.arange(100, 143, dtype=np.uint16), 5, 4
     windows = len(tokens) // T
     for step in range(6):

@@ -1,6 +1,9 @@
-// llamac_text, for test_sampling.py: `texts MODEL` reads cases from stdin, a line each: flags, the
-// number of stop strings, these in hexadecimal digits, then tokens up to -1. Prints for each token
-// the result and the bytes in hexadecimal digits, and last what llamac_text_finish releases.
+// Runs llamac_text, for test_sampling.py. Reads one case per line from stdin: flags, the number of
+// stop strings, the stop strings in hexadecimal, then tokens up to -1. Prints for each token the
+// result and the released bytes in hexadecimal, and at the end the bytes that llamac_text_finish
+// releases. After all cases, prints the errors of invalid calls.
+//
+// Usage: texts MODEL
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,7 +46,7 @@ int main(int argc, char **argv) {
         puts("");
         llamac_text_free(t);
     }
-    // Mistakes are answered in one line
+    // invalid calls: each must fail with a message of one line
     const char *empty[] = {""}, *nothing[] = {NULL};
     if (!llamac_text_new(NULL, -1, NULL, 0, 0, &e)) puts(e.text);
     if (!llamac_text_new(model, -1, NULL, 1, 0, &e)) puts(e.text);

@@ -1,8 +1,9 @@
-// Gives the thread pool of runtime/cpu/thread_pool.h many lists of steps, one right after the other.
-// Counts how often each item is done, and checks that all items of a step are done before one of the
-// next step begins. Then waits until the workers sleep, and has all of them help again.
-//   thread_pool THREADS ROUNDS
-#define _DEFAULT_SOURCE 1 // POSIX beside C11
+// Tests the thread pool of runtime/cpu/thread_pool.h. Runs many lists of steps, one right after the
+// other. Checks that each item is done once, and that all items of a step are done before the next
+// step begins. Then waits until the workers sleep, and checks that all of them wake up and work.
+//
+// Usage: thread_pool THREADS ROUNDS
+#define _DEFAULT_SOURCE 1 // POSIX in addition to C11
 #include "../runtime/cpu/cpu.c"
 #include "../runtime/cpu/products.c"
 #include "../runtime/cpu/attention.c"
@@ -11,7 +12,7 @@
 
 enum { STEPS = 5, ITEMS = 4096 };
 
-typedef struct { int step, before; } Args; // before: items of the step before
+typedef struct { int step, before; } Args; // before: number of items of the previous step
 
 static int counts[STEPS][ITEMS], done[STEPS], early, helped;
 
@@ -24,19 +25,21 @@ static void count(Worker *self, const void *args, int begin, int end) {
     __atomic_fetch_add(&done[a->step], end - begin, __ATOMIC_RELAXED);
 }
 
-// The first of a worker's items counts it.
+// Counts each worker once, at its first item.
 static void help(Worker *self, const void *args, int begin, int end) {
     (void)args;
     if (!counts[0][self - self->pool->workers]++) __atomic_fetch_add(&helped, 1, __ATOMIC_RELAXED);
     usleep(100 * (end - begin));
 }
 
-// A worker that does not sleep, or is not woken, ends the program by a signal.
+// If a worker does not fall asleep, or does not wake up, SIGALRM ends the program.
 static void sleep_and_wake(Cpu *cpu) {
     ThreadPool *pool = &cpu->pool;
     alarm(30);
-    for (int seen = 0; seen < 10; usleep(1000)) seen = atomic_load(&pool->sleepers) < pool->n_threads - 1 ? 0 : seen + 1;
-    while (helped < pool->n_threads) llamac_add_step(cpu, help, "", 1, 16 * pool->n_threads, 1 << 20);
+    for (int seen = 0; seen < 10; usleep(1000))
+        seen = atomic_load(&pool->sleepers) < pool->n_threads - 1 ? 0 : seen + 1;
+    while (helped < pool->n_threads)
+        llamac_add_step(cpu, help, "", 1, 16 * pool->n_threads, 1 << 20);
 }
 
 int main(int argc, char **argv) {
@@ -52,7 +55,8 @@ int main(int argc, char **argv) {
         cpu->collecting = true, cpu->pool.n_steps = 0;
         for (int s = 0; s < steps; s++) {
             random = random * 1664525 + 1013904223;
-            n[s] = 1 + (random >> 16) % (random & 1 << 12 ? 40 : ITEMS - 1); // large steps among small ones
+            // mix large steps with small ones
+            n[s] = 1 + (random >> 16) % (random & 1 << 12 ? 40 : ITEMS - 1);
             llamac_add_step(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
         }
         cpu->collecting = false;
@@ -61,7 +65,8 @@ int main(int argc, char **argv) {
         for (int s = 0; s < steps; s++, done[s - 1] = 0)
             for (int i = 0; i < n[s]; i++) {
                 if (counts[s][i] != 1) {
-                    printf("round %d: item %d of %d was done %d times\n", round, i, n[s], counts[s][i]);
+                    printf("round %d: item %d of %d was done %d times\n", round, i, n[s],
+                           counts[s][i]);
                     return 1;
                 }
                 counts[s][i] = 0;

@@ -1,5 +1,11 @@
-// How many threads an engine has of its own accord: runtime/os.c over made-up processors.
-//   threads CORES ALLOWED ACTIVE QUOTA     CORES: the siblings of each processor, such as "0,2 1,3 0,2 1,3"; ALLOWED: "0 1"
+// Prints how many threads an engine has by default on a simulated machine: runtime/os.c reads
+// made-up files and a made-up affinity mask.
+//
+// Usage: threads CORES ALLOWED ACTIVE QUOTA
+//   CORES    the hardware threads that share a core with each processor, such as "0,2 1,3 0,2 1,3"
+//   ALLOWED  the processors in the affinity mask, such as "0 1"
+//   ACTIVE   content of /sys/devices/system/cpu/smt/active
+//   QUOTA    content of /sys/fs/cgroup/cpu.max
 #define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <sched.h>
 #include <stdio.h>
@@ -7,9 +13,11 @@
 
 static char **given; // the arguments
 
-static FILE *open_text(const char *text) { return *text ? fmemopen((void *)text, strlen(text), "r") : NULL; }
+static FILE *open_text(const char *text) {
+    return *text ? fmemopen((void *)text, strlen(text), "r") : NULL;
+}
 
-// A file below /sys, of which none has another name than those asked for here.
+// Replaces fopen: opens the made-up file at a path, or returns NULL for any other path.
 static FILE *made_up_file(const char *path, const char *mode) {
     int cpu;
     char end[40], *core = given[1];

@@ -1,6 +1,7 @@
 """
-What SwanLab and trackio do to a training, as a program: python -m tests.trackers FOLDER ROWS. It logs rows to both, and prints how
-many seconds the start, the slowest row and the end took.
+Measure how much SwanLab and trackio slow down a training: python -m tests.trackers FOLDER ROWS
+
+It logs rows to both and prints how many seconds the start, the slowest row and the end took.
 """
 import json
 import sys
@@ -22,9 +23,11 @@ def main(folder, rows):
     session = track.Session(folder, {"lr": 0.1, "data": "x"}, run)
     tracker = timed("start", lambda: track.make_tracker(session, ["swanlab", "trackio"]))
     for i in range(int(rows)):
-        row = {"iter": i, "tokens": 100 * i, "loss/train": 3 / (i + 1), "lr": 1e-30, "grad/norm": 0.1 + 0.2}
+        row = {"iter": i, "tokens": 100 * i, "loss/train": 3 / (i + 1), "lr": 1e-30,
+               "grad/norm": 0.1 + 0.2}
         if i % 10 == 0:
-            row |= {"samples": [["once", "greedy", f"upon {i} <b>"]], "logits/histogram": {"counts": [1, 2], "edges": [0.0, 1.0, 2.0]}}
+            row |= {"samples": [["once", "greedy", f"upon {i} <b>"]],
+                    "logits/histogram": {"counts": [1, 2], "edges": [0.0, 1.0, 2.0]}}
         timed("row", lambda: tracker.log(row))
         time.sleep(0.002)
     timed("end", tracker.finish)

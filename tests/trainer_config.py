@@ -1,8 +1,8 @@
-"""train.py's Config, for tests that call what works on it."""
+"""Build train.py's Config for tests of functions that take one."""
 import train
 from configurator import freeze
 
 
 def trainer_config(**values):
-    """The settings as they stand in train.py, with these values, which count as given."""
+    """Return the settings of train.py with `values`, which count as given by the user."""
     return freeze(vars(train), {name: getattr(train, name) for name in values}).changed(**values)

@@ -4,8 +4,9 @@
 // Threads are fibers that take turns (fibers.cpp). Results must not depend on the order of the
 // turns (CUDA_ON_CPU_ORDER=0, 1, 2, 3: forward, backward, shuffled, one block slower than others).
 // Blocks run one after another; those of a cooperative launch run together, so its kernel must use
-// LAUNCH_SHARED instead of __shared__. Memory that CUDA leaves uninitialized is filled with NaN. The work of a stream is
-// done when the host waits for it, and not before. Timing and caches are not emulated.
+// LAUNCH_SHARED instead of __shared__. Memory that CUDA leaves uninitialized is filled with NaN.
+// The work of a stream is done when the host waits for it, and not before. Timing and caches are
+// not emulated.
 //
 // Other environment variables: CUDA_ON_CPU_MULTIPROCESSORS, CUDA_ON_CPU_SHARED (bytes of shared
 // memory of a block), CUDA_ON_CPU_MEMORY (free bytes), CUDA_ON_CPU_ALLOCATIONS (how many succeed),
@@ -198,8 +199,8 @@ struct cudaDeviceProp {
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
 
 namespace cuda_on_cpu {
-// Host memory that the emulation allocates, while there is an Own, is not the backend's: tests let
-// allocations of the backend fail.
+// While an Own exists, the emulation allocates host memory for itself. Tests that let allocations
+// of the backend fail leave these alone.
 inline int owns;
 struct Own {
     Own() { owns++; }
@@ -219,19 +220,19 @@ inline size_t free_memory() {
     return s ? strtoull(s, NULL, 10) : (size_t)1 << 30;
 }
 
-// Whether the driver refuses something, as it may if processes share a GPU (MPS).
+// Returns whether the driver refuses something, as it may if processes share a GPU (MPS).
 inline bool refuses(const char *what) {
     const char *s = getenv("CUDA_ON_CPU_REFUSES");
     return s && strstr(s, what);
 }
-// Whether an allocation succeeds: the first CUDA_ON_CPU_ALLOCATIONS ones do.
+// Returns whether an allocation succeeds: the first CUDA_ON_CPU_ALLOCATIONS ones do.
 inline bool allocates() {
     static int times;
     const char *s = getenv("CUDA_ON_CPU_ALLOCATIONS");
     return !s || times++ < atoi(s);
 }
 
-// Blocks of device memory, and the bytes of all of them.
+// The size of each block of device memory, and the sum of all sizes, in bytes.
 inline std::map<void *, size_t> sizes;
 inline size_t allocated_bytes;
 inline void forget(void *block) {
@@ -241,17 +242,17 @@ inline void forget(void *block) {
 
 // Calls on streams that succeed before one fails; negative: none fails.
 inline int calls_left = getenv("CUDA_ON_CPU_CALLS") ? atoi(getenv("CUDA_ON_CPU_CALLS")) : -1;
-inline bool broken; // a call has failed, so that all others fail
+inline bool broken; // a call has failed, so all later ones fail
 
-// Submitted work runs when the host waits for it. The default stream's work runs at once
+// Submitted work runs when the host waits for it. The default stream's work runs at once.
 inline std::deque<std::function<void()>> stream;
 inline size_t submitted, done;
 inline std::vector<size_t> events; // `submitted` when each was recorded
 // Each kernel's limit of dynamic shared memory, in bytes.
 inline std::map<const void *, size_t> shared_limits;
-inline int graphs; // that can be launched now
+inline int graphs; // number of graphs that can be launched now
 
-// What every call on a stream returns. After a failure, the work that was submitted is lost.
+// Returns the result of a call on a stream. After a failure, the submitted work is lost.
 inline cudaError_t call() {
     broken = broken || calls_left == 0;
     if (calls_left > 0) calls_left--;
@@ -330,7 +331,7 @@ static inline cudaError_t cudaFree(void *p) {
 }
 static inline cudaError_t cudaMallocHost(void **p, size_t n) {
     cudaError_t status = cudaMalloc(p, n);
-    if (*p) cuda_on_cpu::forget(*p); // it is the host's
+    if (*p) cuda_on_cpu::forget(*p); // host memory is not counted
     return status;
 }
 static inline cudaError_t cudaFreeHost(void *p) {

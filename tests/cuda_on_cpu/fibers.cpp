@@ -22,8 +22,8 @@ extern "C" void __tsan_java_init(unsigned long from, unsigned long size);
 extern "C" void __tsan_java_alloc(unsigned long from, unsigned long size);
 extern "C" char __bss_start, _end;
 
-// __shared__ variables are the same statics in every block here. This tells ThreadSanitizer that a
-// new block's are other memory.
+// Here, __shared__ variables are statics, which all blocks share. Tells ThreadSanitizer that those
+// of a new block are new memory.
 static void renew_shared() {
     static unsigned long from = ((unsigned long)&__bss_start + 7) & ~7ul,
                          size = ((unsigned long)&_end & ~7ul) - from;
@@ -48,7 +48,7 @@ namespace cuda_on_cpu {
 
 void *launch_shared;
 
-// ---- stacks that take turns. ucontext would do the same with two system calls a turn
+// ---- stacks that take turns. ucontext would do the same with two system calls per turn
 
 #ifdef __x86_64__
 typedef void *Context;
@@ -158,8 +158,9 @@ uint64_t exchange_bits(uint64_t bits, int lane) {
 }
 
 // ---- atomics and fences
-// Accesses before a fence and an atomic come before those after an atomic that reads its result and
-// a fence. Atomics of one round of a grid's barrier read the same top bit.
+// A fence and an atomic of one thread, and a later atomic and a fence of another thread that reads
+// the result of the first atomic, order memory: accesses before the first fence come before
+// accesses after the last one. Atomics of one round of a grid's barrier read the same top bit.
 
 static char *round_of(void *p, uint32_t found) { return (char *)p + (found >> 31); }
 
@@ -176,13 +177,14 @@ void fence() {
 }
 
 #ifdef RACES
-// GCC calls these for volatile accesses (--param=tsan-distinguish-volatile=1). A thread that waits
-// for the top bit to flip has seen all of the round before.
+// GCC calls these for volatile accesses (--param=tsan-distinguish-volatile=1). A thread that has
+// waited for the top bit to flip has seen all atomics of the previous round.
 extern "C" void __tsan_volatile_read4(void *p) {
     me().seen.assign(1, round_of(p, ~*(uint32_t *)p));
 }
 extern "C" void __tsan_volatile_write4(void *) {} // several threads may write the same value
-// A word of 8 bytes carries its data: it may be read while it is written, and orders nothing else.
+// A word of 8 bytes carries its own data: it may be read while it is written, and orders no other
+// accesses.
 extern "C" void __tsan_volatile_read8(void *) {}
 extern "C" void __tsan_volatile_write8(void *) {}
 #endif
@@ -222,8 +224,8 @@ void wait_for_copies(size_t groups) {
 
 // ---- grids
 
-// ThreadSanitizer's handles: what the host did before a launch comes before the kernel, and the
-// kernel before what the host does next.
+// ThreadSanitizer's handles: the host's accesses before a launch come before those of the kernel,
+// and these come before the host's next accesses.
 static char begun, ended;
 
 static void enter() {
@@ -247,8 +249,8 @@ static std::vector<int> turns(int n) {
     return all;
 }
 
-// CUDA_ON_CPU_ORDER=3: one block of those that run together gets no turns for 2048 rounds, then the
-// next one: on a GPU, a block may be slower than others by any time.
+// CUDA_ON_CPU_ORDER=3: one of the blocks that run together gets no turns for 2048 rounds, then the
+// next one. On a GPU, a block may be slower than others by any amount of time.
 static bool starves(size_t block, size_t blocks, unsigned long round) {
     static const char *order = getenv("CUDA_ON_CPU_ORDER");
     return order && *order == '3' && blocks > 1 && block == round / 2048 % blocks;
@@ -258,7 +260,7 @@ static const size_t STACK = 64 << 10;
 
 static void prepare_fiber(Fiber &f, Block *block, int thread) {
     if (!f.memory) f.memory.reset(new char[STACK]);
-    if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, so it is kept
+    if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, so it is reused
     f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();

@@ -72,8 +72,8 @@ UNWATCHED void tensor_product(float d[4], const uint32_t a[4], uint32_t b0, uint
     };
     uint64_t rows[2] = {(uint64_t)a[2] << 32 | a[0], (uint64_t)a[3] << 32 | a[1]},
              column = (uint64_t)b1 << 32 | b0;
-    int row = threadIdx.x % 32 / 4 * 4,
-        first = threadIdx.x % 4 * 8; // first lanes of a row, a column
+    // first lanes of this lane's row and columns
+    int row = threadIdx.x % 32 / 4 * 4, first = threadIdx.x % 4 * 8;
     for (int q = 0; q < 4; q++) {
         uint64_t as[2], bs[2];
         for (int i = 0; i < 2; i++) as[i] = cuda_on_cpu::exchange(rows[i], row + q);

@@ -1,6 +1,10 @@
-// Fails every call that the system may refuse, in turn: faults ARGUMENTS... runs run's main with these arguments once for
-// each such call, with that one failing, until a run has none left to fail. A run must end by itself, with exit code 0,
-// or with exit code 1 and one line `run: ...`. Input comes from the file in INPUT. Prints how many failed and how.
+// Tests how run handles failures of the system. Runs run's main with ARGUMENTS once for each call
+// that the system may refuse, with that one call failing, until a run makes fewer calls. Each run
+// must end by itself: with exit code 0, or with exit code 1 and one line `run: ...`. Its stdin is
+// the file that the environment variable INPUT names. Prints how many calls failed, and how many
+// of the runs ended with an error or without.
+//
+// Usage: faults ARGUMENTS...
 #include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
@@ -13,10 +17,13 @@
 
 int run_main(int argc, char **argv);
 
-static struct { int to_fail; int calls; } *shared; // with the child that runs
+static struct {
+    int to_fail;
+    int calls;
+} *shared; // with the child process
 bool stream_failed;
 
-// A program that gives up leaves its memory to the system.
+// run exits after an error without freeing its memory, so leaks are not reported.
 const char *__asan_default_options(void) { return "detect_leaks=0"; }
 
 bool fault_now(void) {
@@ -24,7 +31,8 @@ bool fault_now(void) {
     return __atomic_add_fetch(&shared->calls, 1, __ATOMIC_RELAXED) == shared->to_fail;
 }
 
-// Runs the program in a child with the n-th call failing. Returns its wait status; its words in `words`.
+// Runs the program in a child process in which the n-th call fails. Returns its wait status, and
+// writes its stderr to `words`.
 static int run_once(int n, int argc, char **argv, const char *input, char *words, size_t room) {
     FILE *log = tmpfile();
     *shared = (typeof(*shared)){.to_fail = n};
@@ -50,16 +58,17 @@ int main(int argc, char **argv) {
     for (int n = 1;; n++) {
         char words[8192];
         int status = run_once(n, argc, argv, getenv("INPUT"), words, sizeof words);
-        const char *last = words; // line; figures may stand above it
+        const char *last = words; // begin of the last line; statistics may precede it
         for (char *c = words; *c; c++)
             if (*c == '\n' && c[1]) last = c + 1;
         bool one_line = !strncmp(last, "run: ", 5) && strstr(words, "run: ") == last;
         bool refusal = WIFEXITED(status) && WEXITSTATUS(status) == 1 && one_line;
         if (!refusal && !(WIFEXITED(status) && WEXITSTATUS(status) == 0))
             return fprintf(stderr, "call %d failed, status %x: %s\n", n, status, words) > 0;
-        if (shared->calls < n) break; // there was no such call
+        if (shared->calls < n) break; // each call has failed once
         refused += refusal, endured += !refusal;
     }
-    printf("%d calls failed in turn: %d refused, %d endured\n", refused + endured, refused, endured);
+    printf("%d calls failed in turn: %d refused, %d endured\n", refused + endured, refused,
+           endured);
     return 0;
 }

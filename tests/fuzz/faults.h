@@ -1,4 +1,5 @@
-// Included before every source of a fault-injection build: each call that the system may refuse goes through `refuse`.
+// Included before each source file of a fault-injection build. Each call that the system may refuse
+// fails if fault_now says so.
 #define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <errno.h>
 #include <fcntl.h>
@@ -10,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-bool fault_now(void);              // whether this call is the one to fail; sets errno
-extern bool stream_failed;      // which ferror then says
+bool fault_now(void);      // returns whether this call must fail; sets errno
+extern bool stream_failed; // makes ferror return true
 
 #define malloc(n) (fault_now() ? NULL : malloc(n))
 #define calloc(n, size) (fault_now() ? NULL : calloc(n, size))
@@ -19,7 +20,8 @@ extern bool stream_failed;      // which ferror then says
 #define aligned_alloc(alignment, n) (fault_now() ? NULL : aligned_alloc(alignment, n))
 #define open(path, flags) (fault_now() ? -1 : open(path, flags))
 #define fstat(file, info) (fault_now() ? -1 : fstat(file, info))
-#define mmap(at, n, access, flags, file, offset) (fault_now() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))
+#define mmap(at, n, access, flags, file, offset) \
+    (fault_now() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))
 #define fopen(path, mode) (fault_now() ? NULL : fopen(path, mode))
 #define fread(p, size, n, f) (fault_now() ? stream_failed = true, 0 : fread(p, size, n, f))
 #define read(file, to, n) (fault_now() ? -1 : read(file, to, n))
@@ -32,6 +34,7 @@ extern bool stream_failed;      // which ferror then says
 #define rename(from, to) (fault_now() ? -1 : rename(from, to))
 #define fwrite(p, size, n, f) (fault_now() ? 0 : fwrite(p, size, n, f))
 #define fflush(f) (fault_now() ? EOF : fflush(f))
-#define pthread_create(thread, how, f, arg) (fault_now() ? EAGAIN : pthread_create(thread, how, f, arg))
+#define pthread_create(thread, how, f, arg) \
+    (fault_now() ? EAGAIN : pthread_create(thread, how, f, arg))
 
-#define main run_main // faults.c has its own
+#define main run_main // faults.c has its own main

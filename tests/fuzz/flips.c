@@ -1,4 +1,7 @@
-// flips FILE NUMBER flips single bits of a GGUF file's tensors, one at a time, and counts those that verify finds.
+// Flips NUMBER random bits of the tensors in a GGUF file, one at a time, and counts how many flips
+// llamac_verify detects.
+//
+// Usage: flips FILE NUMBER
 #define _DEFAULT_SOURCE 1
 #include "../../runtime/model.h"
 

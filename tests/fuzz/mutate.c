@@ -1,5 +1,8 @@
-// Drives a fuzz target where there is no libFuzzer: mutate RUNS FILE... runs each file as it is, then RUNS mutations of
-// them. The same files and number give the same mutations. Prints how many ran; a fault ends it by the sanitizers.
+// Runs a fuzz target without libFuzzer: first on each file as it is, then on RUNS random mutations
+// of the files. The same files and RUNS give the same mutations. Prints the numbers of inputs and
+// mutations. If the target has an error, the sanitizers end the program.
+//
+// Usage: TARGET=name mutate RUNS FILE...
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +11,10 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { LONGEST = 1 << 16 };
-typedef struct { uint8_t bytes[LONGEST]; size_t size; } Input;
+typedef struct {
+    uint8_t bytes[LONGEST];
+    size_t size;
+} Input;
 
 static uint64_t state = 88172645463325252ull;
 
@@ -33,8 +39,9 @@ static Input *read_inputs(int n, char **paths) {
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 static void change(Input *input, const Input *other) {
-    static const int64_t values[] = {0, 1, -1, 2, 7, 8, 31, 32, 33, 255, 256, 65536, INT32_MAX, INT32_MIN, INT64_MAX,
-                                     INT64_MIN, 1 << 20, 1 << 24};
+    static const int64_t values[] = {0,         1,         -1,        2,         7,       8,
+                                     31,        32,        33,        255,       256,     65536,
+                                     INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, 1 << 20, 1 << 24};
     if (!input->size) return;
     size_t at = below(input->size), left = input->size - at, n = 1 + below(least(left, 64));
     int64_t value = values[below(sizeof values / sizeof *values)];
@@ -45,16 +52,16 @@ static void change(Input *input, const Input *other) {
     case 2: memcpy(here, &value, least(left, 4)); break;
     case 3: memcpy(here, &value, least(left, 8)); break;
     case 4: *here += (uint8_t)(below(9) - 4); break;
-    case 5: // a stretch goes
+    case 5: // delete n bytes
         memmove(here, here + n, left - n);
         input->size -= n;
         break;
-    case 6: // a stretch comes twice
+    case 6: // duplicate n bytes
         if (input->size + n > LONGEST) break;
         memmove(here + n, here, left);
         input->size += n;
         break;
-    case 7: // a stretch of another input
+    case 7: // copy n bytes of another input
         n = least(n, other->size);
         memcpy(here, other->bytes + below(other->size - n + 1), n);
     }
@@ -63,7 +70,8 @@ static void change(Input *input, const Input *other) {
 int main(int argc, char **argv) {
     int n = argc - 2, runs = argc > 2 ? atoi(argv[1]) : 0;
     Input *inputs = read_inputs(n, argv + 2), *input = malloc(sizeof *input);
-    if (n < 1 || !inputs || !input) return fprintf(stderr, "usage: TARGET=name mutate RUNS FILE...\n") > 0;
+    if (n < 1 || !inputs || !input)
+        return fprintf(stderr, "usage: TARGET=name mutate RUNS FILE...\n") > 0;
     for (int i = 0; i < n; i++) LLVMFuzzerTestOneInput(inputs[i].bytes, inputs[i].size);
     for (int i = 0; i < runs; i++) {
         *input = inputs[below(n)];

@@ -1,4 +1,4 @@
-// What run prints of a model's bytes, for fuzz.c.
+// Prints bytes of a model as run does, for fuzz.c.
 #define main run_main
 #include "../../run.c"
 #undef main

@@ -8,10 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-// In the attributes of the kernels' functions: the compiler itself uses nothing beyond AVX2.
+// Changes the target attribute of the kernels' functions, so that the compiler itself uses nothing
+// beyond AVX2.
 #define target(set) __target__("avx2,fma,f16c")
 
-// Functions of their own compile in a fifth of the time that inlined ones take.
+// Without inlining, compilation takes a fifth of the time.
 #define EMULATED __attribute__((noinline, unused, target())) static
 #define ALL(n) for (int i = 0; i < n; i++)
 
@@ -142,7 +143,7 @@ EMULATED __m512 set1_floats(float x) {
 
 #undef _mm512_max_ps
 #define _mm512_max_ps max_floats
-EMULATED __m512 max_floats(__m512 a, __m512 b) { // b if one is NaN
+EMULATED __m512 max_floats(__m512 a, __m512 b) { // returns b if one of the two is NaN
     ALL(16) a[i] = a[i] > b[i] ? a[i] : b[i];
     return a;
 }
@@ -237,9 +238,7 @@ EMULATED __m256i f16_of_floats(__m512 v) {
 
 #undef _mm512_cvtepi32_ps
 #define _mm512_cvtepi32_ps floats_of_ints
-EMULATED __m512 floats_of_ints(__m512i v) {
-    return __builtin_convertvector((Ints16)v, __m512);
-}
+EMULATED __m512 floats_of_ints(__m512i v) { return __builtin_convertvector((Ints16)v, __m512); }
 
 #undef _mm512_cvtps_epi32
 #define _mm512_cvtps_epi32 ints_of_floats
@@ -251,25 +250,25 @@ EMULATED __m512i ints_of_floats(__m512 v) {
 #undef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32 ints_of_unsigned_shorts
 EMULATED __m512i ints_of_unsigned_shorts(__m256i v) {
-    return (__m512i)__builtin_convertvector((Halves16)v, Ints16);
+    return (__m512i) __builtin_convertvector((Halves16)v, Ints16);
 }
 
 #undef _mm512_cvtepi8_epi32
 #define _mm512_cvtepi8_epi32 ints_of_bytes
 EMULATED __m512i ints_of_bytes(__m128i v) {
-    return (__m512i)__builtin_convertvector((Bytes16)v, Ints16);
+    return (__m512i) __builtin_convertvector((Bytes16)v, Ints16);
 }
 
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16 shorts_of_ints
 EMULATED __m256i shorts_of_ints(__m512i v) {
-    return (__m256i)__builtin_convertvector((Ints16)v, Shorts16);
+    return (__m256i) __builtin_convertvector((Ints16)v, Shorts16);
 }
 
 #undef _mm512_cvtepi32_epi8
 #define _mm512_cvtepi32_epi8 bytes_of_ints
 EMULATED __m128i bytes_of_ints(__m512i v) {
-    return (__m128i)__builtin_convertvector((Ints16)v, Bytes16);
+    return (__m128i) __builtin_convertvector((Ints16)v, Bytes16);
 }
 
 // ----------------------------------------------------------------------------
