@@ -299,7 +299,8 @@ def test_values_as_the_table_shows_and_sorts_them():
                          ("a" * 40, "a" * 10), ("a" * 39, "a" * 39)):
         assert program.text(value) == shown
     assert sorted([None, "b", 2, "a", 1.5], key=program.sort_key) == [1.5, 2, "a", "b", None]
-    assert program.pad("运e\u0301", 5) == "运e\u0301  " and program.pad("ab", 4, right=True) == "  ab"
+    assert program.pad("运e\u0301", 5) == "运e\u0301  "
+    assert program.pad("ab", 4, right=True) == "  ab"
     pauses = [0, 2, 4, 6, 55, 105, 106]  # gaps of 20 times the median + 10 s or more are pauses
     assert logs.seconds(pauses) == [0, 2, 4, 6, 55, 57, 58]
 

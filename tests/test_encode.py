@@ -1,6 +1,7 @@
 """Compare run's encoder with sentencepiece on random strings, for vocabularies of every option."""
 import io
 import random
+import re
 import resource
 import struct
 import subprocess
@@ -270,7 +271,7 @@ def test_infinite_scores_and_a_wrong_longest_length_are_refused(run_bin, tmp_pat
     assert tokenize(run_bin, args, [b"abc"]) == [[0, 6, 5]]
     for longest in (0, 5, 7, 2**31):
         args[2].write_bytes(struct.pack("<I", longest) + data[4:])
-        assert "token" in refusal(*args) and f"{longest}" in refusal(*args)
+        assert re.search(rf"header (allows|says) {longest}\b", refusal(*args))
 
 
 def test_byte_and_character_vocabularies(run_bin, tmp_path):

@@ -294,8 +294,8 @@ def test_what_cannot_be_tried_is_one_line(repository, tmp_path):
     shutil.rmtree(repository.folder / ".git")
     done = subprocess.run([sys.executable, "experiment.py", "x"], cwd=repository.folder,
                           capture_output=True, text=True)
-    assert (done.returncode == 2 and "is not in a repository of git" in done.stderr
-            or "no such commit" in done.stderr)
+    assert done.returncode == 2
+    assert "is not in a repository of git" in done.stderr or "no such commit" in done.stderr
 
 
 # ---- the score -----------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def test_the_context_doubles_until_nine_tenths(first, last, expected):
 def test_a_step_has_the_loss_of_short_sequences_in_transformers(folder):
     """The second of two steps, after half of the run, has a context of 16 tokens."""
     for steps in 1, 2:
-        done = run(folder, *GROWING, f"--max_iters={steps}", f"--out_dir=step{steps}")
+        done = run(folder, *GROWING, f"--max_iters={steps}", "--dtype=float32",
+                   f"--out_dir=step{steps}")
         assert done.returncode == 0, done.stderr
     args = json.loads((folder / "step1/config.json").read_text())["model_args"]
     model = ModelArgs(**args).build()
@@ -69,8 +70,8 @@ def test_accumulation_processes_and_a_resumed_run_take_the_same_steps(folder):
     for other in "accumulated", "two":
         found = losses(folder, other)
         assert [*found] == [*one]
-        for step in one:
-            assert found[step][0] == pytest.approx(one[step][0], abs=1e-4) or step == 0
+        for step in list(one)[1:]:  # step 0 has no training loss
+            assert found[step][0] == pytest.approx(one[step][0], abs=1e-4)
     # A run whose later checkpoints are lost is resumed from the one before, of a shorter context.
     shutil.copytree(folder / "one", folder / "cut")
     shutil.rmtree(checkpoint.steps(folder / "cut")[-1])

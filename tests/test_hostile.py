@@ -206,7 +206,7 @@ def test_hostile_tokenizers(run_debug_bin, tmp_path):
     args, _ = Model(vocab=260, layers=1, seq=16).write(tmp_path, "v1:")
     data = args[2].read_bytes()
     for bad in (b"", data[:3], data[:4], data[:9], data[:-1], data + b"\0", data + data[4:],
-                data[:4], with_int(data, 0, 0), with_int(data, 0, 5), with_int(data, 8, 0),
+                with_int(data, 0, 0), with_int(data, 0, 5), with_int(data, 8, 0),
                 with_int(data, 8, -1), with_int(data, 8, 2**31 - 1), with_int(data, 8, 6),
                 with_int(data, 4, 0x7fc00000)):
         args[2].write_bytes(bad)
@@ -603,7 +603,7 @@ def test_architectures(run_debug_bin, tmp_path):
             {f"{name}.x": ("u32", 1)}, SHAPES, of=name)
     for name, shapes in (("llama", SHAPES | BIASES), ("qwen2", SHAPES), ("qwen2", SHAPES | BIASES),
                          ("qwen3", SHAPES | HEAD_NORMS), ("qwen3", SHAPES | HEAD_NORMS | BIASES)):
-        assert said({}, shapes, status=0, of=name) is not None
+        said({}, shapes, status=0, of=name)  # accepted: exit code 0
         assert (f"'{name}.logit_scale' is unknown"
                 in said({f"{name}.logit_scale": ("float", 1)}, shapes, of=name))
         assert (f"{name}.block_count is missing"
@@ -631,10 +631,10 @@ PROMPTS = [
     b"", b" ", b"   ", b"\n", b"\t\r\n", b"\0", b"a\0b", b"\0" * 50, b"\xff", b"\xff" * 50, b"\xc3",
     b"a\xe6\x97", b"\x80", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80",
     b"\xf8\x88\x80\x80\x80", "é日😀".encode(), "\u2581".encode(), "a\u2581 \u2581b".encode(),
-    "\ufeffx".encode(), "e\u0301".encode(), "\u202eabc".encode(), "👩‍👩‍👧".encode(), b"<s>", b"</s>",
-    b"<unk>", b"<0x41>", b"<0x", b"%s%n%d", b"\x1b[2J", b"\x9b", "\u009b".encode(), b"\x7f",
-    b"--help", b"[INST] x [/INST]", b"<<SYS>>", b"<|im_start|>", b"'; rm -rf /", b"\\", b"\"",
-    b"$(x)", b"a" * 60, b"\r" * 60
+    "\ufeffx".encode(), "e\u0301".encode(), "\u202eabc".encode(), "👩‍👩‍👧".encode(), b"<s>",
+    b"</s>", b"<unk>", b"<0x41>", b"<0x", b"%s%n%d", b"\x1b[2J", b"\x9b", "\u009b".encode(),
+    b"\x7f", b"--help", b"[INST] x [/INST]", b"<<SYS>>", b"<|im_start|>", b"'; rm -rf /", b"\\",
+    b"\"", b"$(x)", b"a" * 60, b"\r" * 60
 ]
 
 

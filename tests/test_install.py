@@ -92,7 +92,8 @@ def test_sdist_and_wheel_of_a_clean_clone(tmp_path, run_bin):
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", made], check=True)
     model = two_models(tmp_path)[0]
     done = subprocess.run([python, "-c", PROGRAM, model], cwd=tmp_path, capture_output=True,
-                          text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)[:0]})
+                          text=True, env=os.environ | {"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
     assert str(tmp_path / "venv") in done.stderr
     assert "One" + done.stdout == run(run_bin, model, "-t", 0, "-n", 23, "--raw",
                                       "-i", "One").decode(errors="replace")

@@ -125,7 +125,8 @@ def test_texts_and_chats_are_objects(run_bin, run_debug_bin, models, tmp_path):
                         (["--prompts", tmp_path / "lines", "-b", 2], 4)):
             said = run(run_debug_bin, *common, *more)
             written = said.decode().split("\n---\n")
-            assert len(written) == n and all(map(read_object, written)) is not None, said
+            assert len(written) == n, said
+            assert all(read_object(text) is not None for text in written), said
             assert run(run_bin, *common, *more, "--lookup") == said
         said = run(run_debug_bin, *common, "-m", "chat", "-y", "", "--template", "llama2",
                    stdin=b"Hi\nMore\nMore\n").decode()

@@ -126,7 +126,7 @@ def test_generate_without_tokens(models):
     assert list(llamac.generate(sequence, [1, 5], greedy, 0)) == []
     for tokens, most, message in (
             ([1, 5], -1, "max_tokens is -1, expected"),
-            ([1, 5], 0.5, "max_tokens is 0.5, expected"), ([], 3, "0 tokens"), ([], 3, "0 tokens")):
+            ([1, 5], 0.5, "max_tokens is 0.5, expected"), ([], 3, "0 tokens")):
         with pytest.raises(llamac.Error, match=message):
             next(llamac.generate(sequence, tokens, greedy, most))
         assert len(list(llamac.generate(sequence, [1, 5], greedy, 1))) == 1

@@ -585,7 +585,7 @@ def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     ({"rope_scaling": YARN | {"rope_theta": 0.5}}, "rope_theta is 0.5"),
     ({"rope_scaling": YARN | {"factor": 1e300}}, "rope_factors"),
     ({"head_dim": 15}, "head_width is 15"),
-    ({"hidden_size": 10 ** 400}, "expected"),
+    ({"hidden_size": 10 ** 400}, "embed_tokens.weight has shape"),
     ({"hidden_size": "64"}, "hidden_size is '64'"),
     ({"num_hidden_layers": 3}, "is missing"),
     ({"num_hidden_layers": 1}, "is not part"),
@@ -785,7 +785,6 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
         capsys, load.read_model, folder)
     (folder / "config.json").unlink()
     assert "no config.json" in refused(capsys, load.read_model, folder)
-    (folder / "tokenizer.model").write_bytes(b"x")
 
 
 # ---- Meta
@@ -1065,10 +1064,11 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     more = train(tmp_path, "--init_from=resume", "--out_dir=tuned", "--data=my.txt",
                  "--max_iters=26")
     assert not more.returncode, more.stderr
-    for name in "model.gguf", "last.gguf":
-        if (tmp_path / "tuned" / name).exists():
-            assert (gguf.GGUFReader(tmp_path / "tuned" / name).get_field("tokenizer.chat_template")
-                    .contents() == template)
+    models = [*(tmp_path / "tuned").glob("*.gguf")]
+    assert models
+    for path in models:
+        field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
+        assert field.contents() == template
     assert load.read_model(tmp_path / "tuned")[3]["tokenizer.chat_template"] == template
     more = train(tmp_path, "--init_from=hf", "--eval_only=True", "--data=my.txt",
                  "--max_seq_len=64", "--eval_iters=2", "--out_dir=none")

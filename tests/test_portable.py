@@ -191,7 +191,8 @@ def test_large_files_and_chinese_names_on_windows(ports, run_bin, tmp_path, name
         for said in folder / "model.gguf", folder:
             assert (run(program, said, *flags, "-n", 12, "-t", 0)
                     == run(run_bin, said, *flags, "-n", 12, "-t", 0))
-    assert run(program, folder / "没有.gguf", status=1) == run(run_bin, folder / "没有.gguf", status=1)
+    assert (run(program, folder / "没有.gguf", status=1)
+            == run(run_bin, folder / "没有.gguf", status=1))
     requests = '{"id": "一", "prompt": "从前", "max_tokens": 5, "temperature": 0}\n'.encode() * 3
     for stdin in requests, requests.replace(b"\n", b"\r\n"):
         assert (run(program, folder, "--jsonl", stdin=stdin)

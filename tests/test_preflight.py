@@ -42,8 +42,8 @@ def folder(tmp_path_factory):
     rng = random.Random(1)
     words = "the a cat dog sat ran on under mat tree and then it was happy glad über 今天 .".split()
     (folder / "my.txt").write_text(" ".join(rng.choice(words) for _ in range(8000)))
-    (folder / "leaky.txt").write_text((folder / "my.txt").read_text()
-                                      + " ".join([(folder / "my.txt").read_text()[:20_000]]))
+    text = (folder / "my.txt").read_text()
+    (folder / "leaky.txt").write_text(text + text[:20_000])
     return folder
 
 

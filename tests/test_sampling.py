@@ -227,7 +227,8 @@ def test_draws_have_their_probabilities(program):
 def test_neutral_settings_sample_what_no_settings_do(program):
     """Neutral settings and none give bit-identical results.
 
-    These are a mask that allows all tokens, a repeat penalty of 1 and biases of 0.
+    These are a mask that allows all tokens, all tokens as top k, penalties of 1 and 0, and biases
+    of 0.
     """
     rng, cases = random.Random(3), []
     for _ in range(40):
@@ -236,7 +237,8 @@ def test_neutral_settings_sample_what_no_settings_do(program):
         plain = dict(tokens=[0, 1, 1], topp=single(rng.choice((0, 0.3, 0.9))),
                      temperature=single(rng.choice((0.5, 1))))
         cases += [Case(logits, **plain),
-                  Case(logits, **plain, repeat=1, biases={1: 0.0}, mask=[1] * n)]
+                  Case(logits, **plain, topk=n, repeat=1, frequency=0, presence=0, biases={1: 0.0},
+                       mask=[1] * n)]
     for first, second in zip(*(sampled(program, ["draws", "300"], cases[i::2]) for i in range(2))):
         assert (first == second).all()
 

@@ -82,8 +82,7 @@ def test_a_small_text_of_characters_of_many_bytes_is_read_by_characters(tmp_path
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_little_three_quarters(
-        size):
+def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_three_quarters_with_ample_text(size):
     for dim in plan.WIDTHS:
         for layers in (1, 2, 3, 8):
             pieces = plan.max_vocab_size(dim, layers, size)

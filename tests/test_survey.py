@@ -27,7 +27,8 @@ def test_a_text_is_shown_as_tables_page_and_picture(tmp_path):
     Counts equal those of the prepared folder, copies are counted, Chinese is shown as Chinese, and
     all text is escaped.
     """
-    lines = ["<b>bold</b> &amp; 你好世界"] * 5 + [f"天地玄黃 number {i} and more words" for i in range(60)]
+    lines = ["<b>bold</b> &amp; 你好世界"] * 5
+    lines += [f"天地玄黃 number {i} and more words" for i in range(60)]
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     done = forked.run([ROOT / "data.py", "d.jsonl", "--vocab_source=byte", "--show=True",
                        "--page=p.html", "--png=p.png"], tmp_path, os.environ)

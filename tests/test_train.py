@@ -751,7 +751,8 @@ def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         prepare.as_prepared(s, {"data", name}, meta)
     told = capsys.readouterr().err
-    assert told.count("\n") == (not fits) and fits or f"error: --{name}={value}: " in told
+    assert told.count("\n") == (not fits)
+    assert fits or f"error: --{name}={value}: " in told
     # A value that was not given, such as one of an older run, gives way to that of the data.
     assert (name in prepare.as_prepared(s, {"data"}, meta)) == (not fits)
     assert prepare.as_prepared(s.changed(data="my.txt"), {"data", name}, meta) == {}
@@ -2036,7 +2037,7 @@ def test_the_spike_detector_takes_up_a_new_level_but_no_ruin():
         assert count == 10 or not any(detector.refuses(3.0, 1.0 + i % 15) for i in range(100))
 
 
-def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, tmp_path):
+def test_refused_steps_are_skipped_and_the_weights_go_back(folder, tmp_path):
     """
     A run skips and counts the steps whose loss is not a number. After three in a row it goes back
     to old weights, and counts anew.
