@@ -112,12 +112,12 @@ def describe(run):
             f"{config['optimizer']}, {metrics['iter']} steps, epoch {metrics['epoch']:.2g}")
 
 
-def evaluate(command, folder, name):
+def evaluate(command, folder, name, eval_iters=EVAL_ITERS):
     """Return the bits per byte of a run's checkpoint; `name` is best or latest."""
     config = compare.read_runs([folder])[0].config
     path = folder / "checkpoints" / (folder / name).read_text().strip()
     words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True",
-             f"--eval_iters={EVAL_ITERS}", f"--out_dir={folder}/judge"]
+             f"--eval_iters={eval_iters}", f"--out_dir={folder}/judge"]
     done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True,
                           check=True)
     bits_per_token = float(LOSS.search(done.stdout)[1]) / math.log(2)
