@@ -9,10 +9,10 @@ Compare runs without a server, and decide whether a difference is more than the 
     python compare.py --plot=dims.svg --group=dim    one mean curve with a band for each dim
 
 A run is an out folder with log.jsonl and config.json, or a folder of the W&B client
-(offline-run-..., run-...); any other folder stands for the runs in it. Runs that differ in the seed
-alone are a group: one row with their mean and standard deviation, one curve with a band. A run's
-value is the best one of a validation loss, the last one of any other metric. Columns "last ..." are
-of the last evaluation, columns "best ..." of the one with the smallest validation loss.
+(offline-run-..., run-...); of any other folder, all runs in it are read. Runs that differ only in
+the seed are a group: one row with their mean and standard deviation, one curve with a band. For a
+validation loss a run's value is its best one, for any other metric the last one. Columns "last ..."
+are of the last evaluation, columns "best ..." of the one with the smallest validation loss.
 """
 import html
 import math
@@ -41,15 +41,14 @@ __all__ = ["LOSSES", "RESULTS", "Run", "X", "band", "chart", "differences", "enc
            "read_run", "read_runs", "run_folders", "table_of", "tame", "text", "thin"]
 
 runs = "out"      # folders of runs, separated by commas; or without --runs=, separated by spaces
-verdict = False   # is the second of two folders or groups better than the first?
+verdict = False   # decide whether the second of two folders or groups is better than the first
 metric = ""       # metric to compare by; empty: bpb/val for a verdict and if vocabularies differ,
                   # otherwise loss/val
-sort = ""         # setting or metric to sort by, from small to large; empty: the metric, from good
-                  # to bad
-group = ""        # a setting: runs with the same value of it are a group, whatever else differs
+sort = ""         # setting or metric to sort by, from small to large; empty: the metric, best first
+group = ""        # a setting: group runs with the same value of it, even if other settings differ
 single = False    # show each run by itself instead of groups
-difference = 0.0  # verdict: difference that is worth showing; 0: the one found, but at least 1 % of
-                  # the result
+difference = 0.0  # verdict: size of a difference that is worth showing; 0: the difference found,
+                  # but at least 1 % of the result
 json = False      # print the comparison as JSON
 csv = False       # print the table as CSV
 plot = ""         # file to draw the curves to: .svg; .png or .pdf (needs matplotlib); .html with
@@ -59,13 +58,13 @@ title = ""        # title of the plot; empty: the name of the metric
 RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter",
            *(f"best {name}" for name in LOSSES[1:]), "best at iter", "perf/tokens_per_sec",
            "minutes")
-# Settings and figures without influence on a result.
+# Settings and figures that do not influence a result.
 NOT_SETTINGS = ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "wandb_notes",
                 "tensorboard_log", "swanlab_log", "trackio_log", "log_extras", "log_interval",
                 "sample_prompt", "checks", "always_save_checkpoint", "supervise", "cache", "device",
                 "seeds", "parallel", "json", "data_files", "peak_tflops", "peak_flops", "mfu_basis",
                 "n_params", "n_trained", "flops_per_token", "git_changed")
-VERSION = ("git_commit", "diff")  # of the program
+VERSION = ("git_commit", "diff")  # version of the program
 # Settings that a time budget derives from the measured speed, unless the command gives them.
 FROM_SPEED = ("max_iters", "warmup_iters", "eval_interval", "dropout", "weight_decay")
 NAMES = {  # {metric: (name, unit)}
@@ -75,14 +74,14 @@ NAMES = {  # {metric: (name, unit)}
     "perf/tokens_per_sec": ("speed", "tokens per second"),
     "perf/iter_ms": ("time of a step", "ms"), "perf/peak_mib": ("peak memory", "MiB"),
     "minutes": ("duration", "minutes"), "mfu": ("model FLOPs utilization", "%")}
-# Words in the name of a metric whose small values are good, and of one whose large values are.
+# Words in the names of metrics for which smaller is better, and for which larger is better.
 SMALL_IS_GOOD = re.compile(r"loss|bpb|perplexity|ppl|nll|error|rmse|minutes|iter_ms|peak_mib"
                            r"|(?<![a-z])(mae|mse|wer|cer)(?![a-z])")
 LARGE_IS_GOOD = re.compile("acc|f1|precision|recall|bleu|rouge|reward|auc|per_sec|mfu|eval/pairs")
 PAGE = Path(__file__).with_name("page") / "saved.html"  # template of --plot=runs.html
 PLOTS = (".html", ".svg", ".png", ".pdf")
-MAX_COLUMNS = 100   # of settings; those that most runs have are kept
-MAX_CELL = 100      # characters of a cell of the table
+MAX_COLUMNS = 100   # max columns of settings; those that most runs have are kept
+MAX_CELL = 100      # max characters of a cell of the table
 
 
 def read_runs(folders):
@@ -107,15 +106,15 @@ def read_runs(folders):
 # ---- settings and metrics ------------------------------------------------------------------------
 
 def setting_of(run, name):
-    """Return a setting of a run in the form in which it compares, None if the run lacks it."""
+    """Return a setting of a run in canonical form, None if the run lacks it."""
     value = run.config.get(name)
     if name == "init_from" and value in ("scratch", "resume", "force"):
-        return "auto"  # new weights with all of these
+        return "auto"  # each of these starts from new weights
     return canonical(value)
 
 
 def settings_of(run):
-    """Return {setting: value} of a run, without what has no influence on its result."""
+    """Return {setting: value} of a run, without those that do not influence its result."""
     ignored = NOT_SETTINGS if run.is_foreign else (*NOT_SETTINGS, "command")
     return {name: setting_of(run, name) for name, value in run.config.items()
             if name not in ignored and not isinstance(value, dict)}
@@ -123,9 +122,9 @@ def settings_of(run):
 
 def differences(found):
     """
-    Return the names of the settings in which runs of train.py differ, and of those in which other
-    runs differ that have them: a run of another program need not have the same. At most
-    MAX_COLUMNS.
+    Return the names of the settings that differ among runs of train.py or among runs of other
+    programs, at most MAX_COLUMNS. Other programs need not have the same settings, so a missing one
+    counts as a difference only for train.py.
     """
     names, own, foreign = {}, [], []  # names as keys, in the order of the runs' settings
     for run in found:
@@ -153,7 +152,7 @@ def from_speed(run):
     words = command_words(run.folder)
     files = [word for word in words or () if word.endswith((".py", ".yaml", ".json"))
              and not word.endswith("train.py") and not word.startswith("-")]
-    # A repetition, `train.py RUN/config.json`, has what the command of that run gave.
+    # A repetition, `train.py RUN/config.json`, also has the settings that RUN's command gave.
     for file in files:
         if Path(file).name == "config.json":
             words = [*words, *(command_words(Path(file).parent) or ())]
@@ -193,7 +192,7 @@ def vocabularies_differ(found):
 def default_metric(found):
     """
     Return the metric to compare runs by: bits per byte if vocabularies differ, because losses per
-    token compare only with the same vocabulary.
+    token are comparable only with the same vocabulary.
     """
     have = {name: None for run in found for name in run.columns}
     if len({vocabulary(run) for run in found if "bpb/val" in run.columns}) > 1:
@@ -204,7 +203,7 @@ def default_metric(found):
 
 
 def is_small_good(name):
-    """Return whether small values of a metric are good; None if its name does not tell."""
+    """Return whether smaller values of a metric are better; None if its name does not show it."""
     if SMALL_IS_GOOD.search(name.lower()):
         return True
     return False if LARGE_IS_GOOD.search(name.lower()) else None
@@ -219,12 +218,12 @@ def value_of(run, name):
 # ---- groups --------------------------------------------------------------------------------------
 
 class Group(NamedTuple):
-    """Runs that differ in the seed alone, or a single run."""
+    """Runs that differ only in the seed, or a single run."""
     name: str
     runs: list
 
     def results(self):
-        """Return {column: value}; of several runs the mean, of counts to the nearest integer."""
+        """Return {column: value}; for several runs the mean, rounded to an integer for counts."""
         results = [run.results() for run in self.runs]
         if len(results) == 1:
             return results[0]
@@ -238,8 +237,8 @@ class Group(NamedTuple):
 
     def summary(self, metric):
         """
-        Return {"n", "mean", "sd", "best"} of a metric in the runs that have it. The standard
-        deviation of fewer than two and the mean and best of none are None.
+        Return {"n", "mean", "sd", "best"} of a metric in the runs that have it. "sd" is None for
+        fewer than two runs; "mean" and "best" are None for no runs.
         """
         values = [value for run in self.runs if (value := value_of(run, metric)) is not None]
         choose = max if is_small_good(metric) is False else min
@@ -250,8 +249,8 @@ class Group(NamedTuple):
     def values(self, metric):
         """
         Return the values of a metric as engine.verdict.judge takes them: {seed: value} if each run
-        has a seed, otherwise a list. Runs of the same seed are one value, their mean: they show
-        nothing of the noise of seeds.
+        has a seed, otherwise a list. Runs with the same seed are one value, their mean: their
+        differences are not noise of the seeds.
         """
         by_seed, listed = {}, []
         for run in self.runs:
@@ -286,8 +285,8 @@ def group_key(run):
 
 def group_name(members, others):
     """
-    Return the name of a group: what the names of its runs begin with, unless names of `others`
-    begin so, too; otherwise the first run's name and the number of the rest.
+    Return the name of a group: the common prefix of its runs' names, unless a name in `others`
+    begins with it too; otherwise the first run's name and the number of the rest.
     """
     names = [run.name for run in members]
     stem = re.sub(r"[-_. =/]*(seed|run)?[-_. =/]*\d*$", "", os.path.commonprefix(names))
@@ -300,10 +299,10 @@ def group_name(members, others):
 
 def groups_of(found, group="", single=False):
     """
-    Return the Groups of runs: those that differ in the seed alone, or those with the same value of
-    the setting `group`, or single runs. Runs of another program are a group only if each has a seed
-    of its own: if nothing differs, something has changed that their logs do not show. Raises
-    ValueError if no run has the setting `group`.
+    Return the Groups of runs: those that differ only in the seed, those with the same value of the
+    setting `group`, or single runs. Runs of another program are a group only if all have different
+    seeds: if nothing differs, something has changed that their logs do not show. Raises ValueError
+    if no run has the setting `group`.
     """
     if single:
         return [Group(run.name, [run]) for run in found]
@@ -328,7 +327,7 @@ def groups_of(found, group="", single=False):
 
 
 class Comparison(NamedTuple):
-    """Groups in the order of the table, the metric they are compared by, and what sorts them."""
+    """Groups in the order of the table, the metric to compare, and the column to sort by."""
     groups: list
     metric: str
     sort: str
@@ -370,7 +369,7 @@ def arranged(groups, metric="", sort=""):
 # ---- the table -----------------------------------------------------------------------------------
 
 def text(value):
-    """Return a value as a cell of the table shows it; of a large fraction 4 digits."""
+    """Return a value as text for a table cell, a float with 4 decimals or significant digits."""
     if isinstance(value, float):
         if 1e3 <= abs(value) < 1e15:
             return f"{value if value.is_integer() else float(f'{value:.4g}'):,.0f}"
@@ -400,7 +399,7 @@ def setting_columns(comparison):
 
 
 def column_of(setting):
-    """Return the name of a setting's column, which is not that of a result, such as minutes."""
+    """Return the name of a setting's column, prefixed if a result has that name, as minutes."""
     return f"setting {setting}" if setting in RESULTS else setting
 
 
@@ -421,7 +420,7 @@ def table_rows(comparison):
     if comparison.has_groups:
         columns += ["n", f"mean {metric}", "sd", f"best {metric}"]
         results = [name for name in results if not name.endswith("at iter")]
-    # What they are compared and sorted by. A column "best loss/val" already shows loss/val.
+    # The columns that compare and sort the groups. A column "best loss/val" already shows loss/val.
     for name in (comparison.sort, metric):
         if name and not {name, f"best {name}"} & {*columns, *results, *settings}:
             columns.append(name)
@@ -435,7 +434,7 @@ def table_of(found, sort=""):
 
 
 def unify(rows):
-    """Return the rows of a table, with the ints of a column as floats if it has a float."""
+    """Return the rows of a table; if a column has a float, its ints become floats."""
     columns = []
     for column in zip(*rows):
         if any(type(value) is float for value in column):
@@ -478,9 +477,9 @@ def as_dict(comparison):
 
 def scales(found):
     """
-    Return [(axis of Run.x, label, {run's name: what to divide by})] of the two charts. A run that
-    is not in a dict is not drawn there. If vocabularies differ, tokens do not compare, and the
-    first axis is the text that was read.
+    Return [(axis of Run.x, label, {run's name: divisor})] of the two charts. A run that is not in a
+    dict is not drawn there. If vocabularies differ, tokens are not comparable, so the first axis is
+    the amount of text that was read.
     """
     duration = "seconds", "minutes", {run.name: 60 for run in found}
     counted = [run for run in found if "tokens" in run.columns]
@@ -552,7 +551,7 @@ def html_table(table):
 
 
 def page_of(comparison, title=""):
-    """Return tables and chart of a comparison as one HTML file that needs no other."""
+    """Return tables and chart of a comparison as one self-contained HTML file."""
     tables = html_table(table_rows(comparison))
     if comparison.has_groups:
         single = [Group(run.name, [run]) for run in comparison.runs]
@@ -592,8 +591,8 @@ def write_plot(comparison):
 
 def side(name):
     """
-    Return the Group that a word of the command names: a folder with all its runs, or a group of the
-    folder around it, by its name in the table. Exit if it is neither.
+    Return the Group that a word of the command names: all runs in a folder, or a group of its
+    parent folder by the group's name in the table. Exit if it is neither.
     """
     if Path(name).exists():
         return Group(name, read_runs(run_folders([name])))
@@ -662,7 +661,7 @@ def decide(a, b, metric):
 
 
 def notes_on(comparison):
-    """Return what to know before believing a comparison, as lines."""
+    """Return the caveats of a comparison, as lines."""
     notes, metric, found = [], comparison.metric, comparison.runs
     if metric in ("loss/val", "loss/train") and vocabularies_differ(found):
         notes.append("vocabularies differ, so losses per token do not compare; "
@@ -682,7 +681,7 @@ def notes_on(comparison):
 
 
 def validation_notes(a, b):
-    """Return a line if two Groups were validated on different texts."""
+    """Return [a note] if two Groups were validated on different texts, else []."""
     sizes = {repr(meta.get("val_bytes")) for run in (*a.runs, *b.runs)
              if isinstance(meta := run.config.get("dataset"), dict)}
     if len(sizes) > 1:
@@ -723,7 +722,7 @@ def main(folders):
 
 
 def check_options():
-    """Exit if the options do not fit each other."""
+    """Exit if an option is invalid or conflicts with another."""
     if plot and not plot.endswith(PLOTS):
         fail(f"--plot={plot}: expected a name that ends in {', '.join(PLOTS)}")
     if json and csv:

@@ -37,7 +37,7 @@ NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewh
 # holds integers below 2^53 exactly.
 RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),
           float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
-POSIX_MODULES = ("fcntl", "resource", "termios")  # of Python, but not on Windows
+POSIX_MODULES = ("fcntl", "resource", "termios")  # Python modules that Windows lacks
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -84,13 +84,13 @@ sys.excepthook = end
 
 
 def needs_posix(what):
-    """Return in words that a program does not run on Windows, which lacks `what`."""
+    """Return the message that a program does not run on Windows, which lacks `what`."""
     return (f"needs Linux or macOS, because Windows lacks {what}; train.py and what it writes work "
             "there, and this in WSL, the Windows Subsystem for Linux")
 
 
 def missing(package):
-    """Return in words how to get a package that is not installed."""
+    """Return advice on how to get a package that is not installed."""
     home = Path(__file__).absolute().parent / ".venv"
     folder = home.relative_to(Path.cwd()) if home.is_relative_to(Path.cwd()) else home
     python, activate = folder / "bin/python", f"source {folder}/bin/activate"
@@ -174,7 +174,7 @@ class Config:
 
 
 def freeze(g, given=(), files=()):
-    """Return the Config of a script's globals() as they are now. given, files: as of Config."""
+    """Return the Config of a script's globals() as they are now. given, files: as in Config."""
     defaults = {name: value for name, (value, *_) in source_knobs(g["__file__"]).items()}
     return Config(settings(g), defaults, dict(given), tuple(files))
 
@@ -199,8 +199,8 @@ def short(value, limit=80):
 
 def convert(key, value, default, where, refuse=fail):
     """
-    Return `value` as the type of `default`. Text is parsed; 1e3 is an int, an int is a float, a
-    number of numpy is a number, a path is a str. Calls refuse(message) for any other value, and for
+    Return `value` as the type of `default`. Text is parsed. 1e3 counts as an int and an int as a
+    float; NumPy numbers and paths are converted. Calls refuse(message) for any other value, and for
     a number beyond RANGES. where: the source of the value, for the message.
     """
     kind, got = type(default), value
@@ -255,7 +255,7 @@ def run_config(text, path, known):
     # An empty file, or one of comments alone, uses no names and is accepted.
     if symbols and not imports_all and assigned.isdisjoint(known):
         raise ValueError("it sets no knob")
-    # As builtins the knobs can be read, while `space` holds only what the file itself sets.
+    # As builtins, the knobs can be read, but only names that the file itself sets are in `space`.
     space = {"__name__": "config", "__file__": path, "__builtins__": vars(builtins) | known}
     exec(compile(text, path, "exec"), space)
     # `from module import *` may bring functions under a knob's name.
@@ -359,7 +359,7 @@ def options(argv, defaults):
 class Overrides:
     """
     The knobs in `g`, a script's globals(), while a command line overrides them. positional, adapt:
-    as of configure; typed: {knob: option as written} of the knobs whose present value was typed,
+    as in configure; typed: {knob: option as written} of the knobs whose present value was typed,
     rather than read from a file; files: paths of the files that were read.
     """
 
@@ -368,7 +368,9 @@ class Overrides:
         self.typed, self.given, self.files = {}, {}, []
 
     def hint(self, word):
-        """Return how to give a word that was taken for a configuration as the positional."""
+        """
+        Return a hint on how to pass a word as the positional if it was read as a configuration.
+        """
         if not self.positional or not Path(word).exists():
             return ""
         return f"; if it is the {self.positional} itself: --{self.positional}={word}"
@@ -425,8 +427,8 @@ def configure(g, positional=None, argv=None, common=(), adapt=lambda values, def
 
     positional: the knob that is set by a word that is neither an option nor a file of overrides; or
     a list, to which every word that is not an option is appended. common: the knobs that --help
-    shows first. adapt(values, defaults): returns the knobs, {key: value}, that the values in a file
-    of overrides stand for.
+    shows first. adapt(values, defaults): converts the values in a file of overrides to knobs, {key:
+    value}.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:

@@ -24,15 +24,15 @@ The prepared folder holds
     train_mask.bin, val_mask.bin    of conversations: a byte for each token, 1 if it is part of an
                          answer (engine/formats/chat_template.py)
 
-It is prepared once: its name ends in a hash of all it depends on (path, size and modification time
-of each file, and the settings).
+It is prepared once: its name ends in a hash of everything it depends on (path, size and
+modification time of each file, and the settings).
 
 Documents. In a text file, lines `<|endoftext|>` separate the documents. White space around each
 document is removed. A file without such a line is one document and keeps its white space. In a
 table each row is a document, in .jsonl each line is one; --column names the column or key of its
 text. The validation split consists of whole documents, drawn with a fixed seed, with at most
-val_fraction of the bytes. If documents are too few or too long to come near that (one long text,
-say), the validation split is the end of the text.
+val_fraction of the bytes. If documents are too few or too long to come near that, as in one long
+text, the validation split is the end of the text.
 
 Windows. The windows of an epoch lie side by side in the training split, from an offset drawn for
 each epoch. If documents are long compared with the context (if they fill 8 windows or more on
@@ -69,14 +69,15 @@ vocab_size = 0           # size of a trained vocabulary; 0: chosen from the size
 max_vocab_size = 0       # max size to choose when vocab_size is 0; rare characters become bytes to
                          # stay below it; 0: no limit
 max_text_bytes = 0       # max bytes of text to train on, as evenly spaced stretches; 0: all of it
-val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB or 2000 stories
+val_fraction = 0.0       # fraction for validation; 0: a tenth, at most 5 MB or 2000 stories
 cache = "cache"          # folder of prepared data and downloads
 column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
 skip_bad = False         # leave out files of a folder that cannot be read as text, and count them
-workers = 0              # processes that encode; 0: one per core
-show = False             # print documents, their lengths, use of the vocabulary, repeated documents,
-                         # with the vocabulary that train.py would choose, unless one is given here
-page = ""                # .html file that shows what --show prints
+workers = 0              # number of processes that encode; 0: one per core
+show = False             # print documents, their lengths, use of the vocabulary, repeated
+                         # documents, with the vocabulary that train.py would choose, unless one is
+                         # given here
+page = ""                # .html file to write the output of --show to
 png = ""                 # .png file to draw lengths and piece frequencies to (needs matplotlib)
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
@@ -113,10 +114,13 @@ class Dataset(Prepared):
         self.seed, self.rank, self.world, self.pinned = seed, rank, world, pinned
         self.prefetch = Prefetch(self.make_batch)
         self.resumed_at = 0, 0
-        self.read_from = self.train  # the tokens of training's windows
+        self.read_from = self.train  # the tokens from which training windows are read
 
     def read_beside(self, tokens):
-        """Let the batches of training read more tokens, an array, than the training split's."""
+        """
+        Let training batches also read windows of an array of tokens, appended to the training
+        split.
+        """
         self.read_from = np.concatenate((self.train, tokens))
 
     @staticmethod
@@ -127,14 +131,14 @@ class Dataset(Prepared):
 
     def batch(self, step):
         """Return make_batch(step). A thread then makes the batch of the next step."""
-        from engine.spans import span  # here: it imports torch, which preparing does without
+        from engine.spans import span  # here: it imports torch, which preparing does not need
         with span("data"):
             return self.prefetch.get(step)
 
     def make_batch(self, step, whole=False):
         """
-        Return (x, y) of read_windows for this process's slice of a step's batch, or for the batch
-        of all processes with `whole`.
+        Return (x, y) of read_windows for this process's slice of a step's batch; with `whole`, for
+        the batch of all processes.
         """
         starts, lengths = self.windows(step, whole)
         x, y = read_windows(self.read_from, starts, self.seq_len, lengths, self.window_bos)
@@ -142,8 +146,7 @@ class Dataset(Prepared):
 
     def places(self, step):
         """
-        Return where the targets of make_batch(step) stand in the tokens that are read, (n, seq_len)
-        int64.
+        Return the positions in read_from of the targets of make_batch(step), (n, seq_len) int64.
         """
         starts, _ = self.windows(step)
         return (starts[:, None] + 1 + np.arange(self.seq_len)) % len(self.read_from)
@@ -199,7 +202,7 @@ class Dataset(Prepared):
         return found
 
     def checked(self, *arrays):
-        """Return arrays of token ids. Fails if the vocabulary lacks one."""
+        """Return these arrays of token ids. Fails if an id is not in the vocabulary."""
         return tuple(check_ids(self.folder, array, self.meta["vocab_size"]) for array in arrays)
 
     @property
@@ -214,7 +217,7 @@ class Dataset(Prepared):
 
     @property
     def coder(self):
-        """What encodes prompts and decodes what the model writes: the vocabulary."""
+        """The encoder of prompts and decoder of generated tokens: the vocabulary."""
         return self.tokenizer
 
     @property
@@ -224,8 +227,8 @@ class Dataset(Prepared):
 
     def epochs(self, sequences):
         """
-        Return how often a run has read the training split, and what is read beside it, after so
-        many sequences.
+        Return the number of epochs after this many sequences: how often a run has read the training
+        split and the tokens of read_beside.
         """
         return sequences * self.seq_len / len(self.read_from)
 
@@ -309,7 +312,7 @@ class ConversationDataset(Dataset):
 
     @property
     def coder(self):
-        """What encodes prompts and decodes answers: the chat template with the vocabulary."""
+        """The encoder of prompts and decoder of answers: the chat template with the vocabulary."""
         return self.chat
 
     def epochs(self, sequences):
@@ -320,7 +323,7 @@ class ConversationDataset(Dataset):
         return loss / math.log(2) * self.meta["val_answer_tokens"] / self.meta["val_answer_bytes"]
 
     def describe(self):
-        """Return what is trained on, in words."""
+        """Return a line that describes the training data."""
         meta, notes = self.meta, ""
         full = lengths_of(self.packed).sum() / (self.n_rows * (self.seq_len + 1))
         cut = sum(found.cut for found in self.cuts.values())
@@ -335,7 +338,7 @@ class ConversationDataset(Dataset):
 
     @property
     def answer_share(self):
-        """The share of answers in the tokens of the training split."""
+        """The fraction of the training split's tokens that are answers."""
         return self.meta["train_answer_tokens"] / self.meta["train_tokens"]
 
 
@@ -423,7 +426,7 @@ def read_windows(tokens, starts, seq_len, lengths=None, bos_id=None):
     loss ignores. bos_id: replaces the first input of each window, unless None. A window whose first
     target is BOS keeps its first input, the EOS of the document before: BOS never follows BOS.
     """
-    import torch  # here: preparing, and its worker processes, start without it
+    import torch  # here: preparing and its worker processes do not need it
     places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
     both = torch.from_numpy(tokens[places].astype(np.int64))
     # Copies, since the two slices overlap and both are edited below.
@@ -498,14 +501,14 @@ def document_starts(dataset, split, count):
 def document_rows(dataset, count=3, max_tokens=40):
     """
     Return rows about the first `count` documents of each split, for the table `documents`: split,
-    the first max_tokens tokens as text and as pieces, length in tokens, share of <unk>, share of
-    byte tokens that spell characters which the vocabulary lacks. Only the first 262,144 tokens of a
-    split are read: the length of a document that goes on beyond them ends there.
+    the first max_tokens tokens as text and as pieces, length in tokens, fraction of <unk>, fraction
+    of byte tokens that spell characters which the vocabulary lacks. Only the first 262,144 tokens
+    of a split are read: a document that extends beyond them is counted up to there.
     """
     tokenizer, rows = dataset.tokenizer, []
     pieces = tokenizer.pieces()
     # Byte pieces are a fallback only in sentencepiece: a byte vocabulary has nothing else.
-    # No piece is of kind None, so its share is 0.
+    # No piece is of kind None, so its fraction is 0.
     fallback = BYTE if tokenizer.kind == "sentencepiece" else None
     for split in SPLITS:
         tokens = np.asarray(getattr(dataset, split)[:1 << 18])
@@ -542,7 +545,7 @@ def data_rows(dataset):
 
 
 def show_conversations(prepared, count=3, max_tokens=400):
-    """Print the first `count` conversations of each split; what a training predicts stands out."""
+    """Print the first `count` conversations of each split with the targets highlighted."""
     pieces = prepared.tokenizer.pieces()
     for split in SPLITS:
         tokens, marks = getattr(prepared, split), prepared.masks[split]
@@ -580,7 +583,7 @@ def vocabulary_of_training(config):
 
 
 def show_data(prepared):
-    """Print and write what --show, --page and --png ask for."""
+    """Print the survey for --show, and write the files of --page and --png."""
     found, rows = survey_excerpts(prepared), document_rows(prepared)
     if show and prepared.masks:
         show_conversations(prepared)

@@ -5,20 +5,20 @@ Evaluate a trained model.
     python evaluate.py out/my --data=labelled.jsonl   how often it finds the expected class
     python evaluate.py --make_intents=intents         write a small labelled data set to try that
     python evaluate.py out/my --harness=task.jsonl    multiple choice: how often it is right
-    python evaluate.py out/chat --conversations=FILE  how often it gives the last answer of each
-    python evaluate.py out/my --pairs=stories         how often it finds the right text likelier
+    python evaluate.py out/chat --conversations=FILE  how often it gives the expected last answer
+    python evaluate.py out/my --pairs=stories         how often it prefers the right text
 
 A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; "classes" defaults
-to all values of "expected" in the file. The model's answer is the class whose text it finds
-likeliest after the prompt. A line of a task is {"context": ..., "choices": [...], "answer": index
-from 0}, a form that fits HellaSwag, ARC and PIQA.
+to all values of "expected" in the file. The model's answer is the class with the highest likelihood
+after the prompt. A line of a task is {"context": ..., "choices": [...], "answer": index from 0}, a
+form that fits HellaSwag, ARC and PIQA.
 
 Conversations are lines of .jsonl in any form that train.py reads, and end with an answer. The model
-answers the last question greedily. It is right if its answer is the expected one but for white
-space at both ends. A line may have a "kind" and a "set", by which the result is listed.
+answers the last question greedily. It is right if its answer is the expected one, ignoring white
+space at both ends. If lines have a "kind" or a "set", the results are listed by these.
 
-A minimal pair is a line {"good": text, "bad": text}: two texts that differ in one place. It may
-have a "kind", by which the result is listed.
+A minimal pair is a line {"good": text, "bad": text}: two texts that differ in one place. If pairs
+have a "kind", the results are listed by kind.
 """
 import codecs
 import collections
@@ -28,7 +28,7 @@ import math
 import random
 from pathlib import Path
 
-from configurator import configure, fail  # first: it reports packages that are missing
+from configurator import configure, fail  # first: it reports missing packages
 
 import torch
 
@@ -49,7 +49,7 @@ from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 out_dir = "out"     # model: a run's folder, a folder of runs (the newest), a checkpoint's folder, a
                     # Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 tokenizer = ""      # vocabulary of a llama2.c file: tokenizer.model, tokenizer.json, tokenizer.bin
-perplexity = ""     # a UTF-8 text to predict
+perplexity = ""     # UTF-8 text file to compute the perplexity of
 data = ""           # labelled prompts, .jsonl
 harness = ""        # a multiple-choice task, .jsonl
 conversations = ""  # conversations that end with the expected answer, .jsonl; or "questions": 500
@@ -88,7 +88,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
     ids, T = torch.tensor(ids), model.args.max_seq_len
     whole = (len(ids) - 1) // T * T
     windows = max(1, batch_tokens(model) // T)
-    # Inputs and targets, the ids one later: batches of up to `windows` rows, (rows, T).
+    # Inputs, and targets one id later, in batches of up to `windows` rows: (rows, T).
     x, y = (ids[first:first + whole].view(-1, T).split(windows) for first in (0, 1))
     batches = list(zip(x, y)) if whole else []
     if whole + 1 < len(ids):
@@ -163,8 +163,8 @@ def read_labelled(path):
 
 def encode_answers(model, vocabulary, prompt, classes):
     """
-    Return the ids of the prompt with each class as the answer. EOS ends each answer, so that one is
-    not likelier for being the start of another.
+    Return the ids of the prompt with each class as the answer. EOS ends each answer, so that an
+    answer is not favored for being a prefix of another.
     """
     ids = [vocabulary.encode_prompt(prompt + between + c, eos=True) for c in classes]
     longest = max(map(len, ids)) - 1
@@ -182,8 +182,8 @@ def score(model, vocabulary, examples, device="cpu"):
     ids = [encode_answers(model, vocabulary, example["prompt"], example["classes"])
            for example in examples]
     flat = list(itertools.chain(*ids))
-    # The sums include the prompt, as its last token may depend on the answer; what all have in
-    # common cancels in the softmax.
+    # The sums include the prompt, as its last token may depend on the answer; what all classes have
+    # in common cancels in the softmax.
     found = log_likelihoods(model, flat, [1] * len(flat), device)
     return [torch.softmax(sums, 0) for sums in found.split([len(rows) for rows in ids])]
 
@@ -258,7 +258,7 @@ def macro_average(scores):
 
 def report(rows, names):
     """
-    Yield lines: the accuracy of all, the scores of each class and their average, the confusion
+    Yield lines: the overall accuracy, the scores of each class and their average, the confusion
     matrix, the failures.
     """
     matrix = confusion_matrix(rows, names)
@@ -293,8 +293,8 @@ def matrix_lines(matrix, names):
 
 def log_to_wandb(folder, results):
     """
-    Log to one run of job type `evaluate`; print a warning if that fails. results: a function of the
-    module wandb that returns {name: value}.
+    Log to one run of job type `evaluate`; print a warning if that fails. results(wandb): returns
+    {name: value} to log.
     """
     flags = {"project": wandb_project} if wandb_project != "auto" else {}
     described = {"project": PROJECT, "name": f"evaluate-{Path(folder).name}",
@@ -316,8 +316,8 @@ def log_to_wandb(folder, results):
 
 def save_for_page(kind, found, folder):
     """
-    Keep {name: value} as the result of a kind of evaluation, the name of its setting, in
-    folder/evaluation.json, which the page shows with the run.
+    Store {name: value} as the result of an evaluation in folder/evaluation.json, which the page
+    shows with the run. kind: name of the evaluation's setting.
     """
     if not run_folder.is_run(folder):
         return
@@ -326,7 +326,7 @@ def save_for_page(kind, found, folder):
         kept = read_json(path, MAX_JSON, {})
     except (OSError, ValueError):
         kept = {}
-    if not isinstance(kept, dict) or "accuracy" in kept:  # of an earlier version
+    if not isinstance(kept, dict) or "accuracy" in kept:  # written by an earlier version
         kept = {}
     try:
         write_atomic(path, json.dumps(kept | {kind: found}))
@@ -336,8 +336,8 @@ def save_for_page(kind, found, folder):
 
 def save_picture(matrix, names, folder):
     """
-    Draw a confusion matrix to folder/confusion.svg if that is a run's folder. A file there that
-    this has not drawn is kept, with a warning.
+    Draw a confusion matrix to folder/confusion.svg if `folder` is a run's. An existing file that
+    evaluate.py has not drawn is kept, with a warning.
     """
     if not run_folder.is_run(folder):
         return
@@ -407,7 +407,7 @@ def read_task(path):
 def encode_choices(model, vocabulary, context, choices):
     """
     Return [(ids, index of the id with which the choice begins)] of each choice as the continuation
-    of the context and a space. What exceeds the model's context is cut off at the beginning.
+    of the context and a space. Ids that exceed the model's context are cut off at the beginning.
     """
     context, found = context.rstrip(), []
     before = len(vocabulary.encode_prompt(context))
@@ -476,8 +476,8 @@ def read_conversations(path):
 
 def chat_of(model, vocabulary, folder):
     """
-    Return the Chat by which a model's conversations are encoded, None for a base model, which has
-    no chat template.
+    Return the Chat that encodes a model's conversations, None for a base model, which has no chat
+    template.
     """
     source = chat_template(checkpoint.origin(folder))
     if not source:
@@ -496,7 +496,7 @@ def chat_of(model, vocabulary, folder):
 def write_answers(model, vocabulary, chat, asked):
     """
     Return [(text, number of tokens)] of the model's greedy answers. asked: lists of turns that end
-    with a question. chat: None continues the plain text, a turn a line.
+    with a question. chat: None continues the plain text, one turn per line.
     """
     if chat:
         prompts, ends = [chat.encode(turns)[0] for turns in asked], [chat.stop]
@@ -525,12 +525,16 @@ def write_answers(model, vocabulary, chat, asked):
 
 
 def majority_guess(rows):
-    """Return the share of the most frequent expected answer: the accuracy of always giving it."""
+    """
+    Return the fraction of the most frequent expected answer: the accuracy of always giving it.
+    """
     return collections.Counter(row[1] for row in rows).most_common(1)[0][1] / len(rows)
 
 
 def group_results(rows):
-    """Return a row with GROUP_COLUMNS for each set and kind of the answers, in their order."""
+    """
+    Return a row with GROUP_COLUMNS for each set and kind of the answers, in order of appearance.
+    """
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row[3], row[4]].append(row)
@@ -543,8 +547,8 @@ def group_results(rows):
 
 def report_answers(rows, lengths, groups):
     """
-    Yield lines: accuracy and majority guess of all, the same by set and kind, the failures.
-    lengths: mean tokens of an answer of the model, and of an expected one.
+    Yield lines: overall accuracy and majority guess, the same by set and kind, the failures.
+    lengths: mean tokens of the model's answers, and of the expected ones.
     """
     guess = sum(share * count for *_, count, share in groups) / len(rows)
     yield (f"accuracy {share_right(rows):.4f} ({sum(row[0] for row in rows)} of {len(rows)}), "
@@ -610,7 +614,9 @@ def read_pairs(path, vocabulary):
 
 
 def differing_words(good, bad):
-    """Return the words before the place in which two texts differ, those of `good`, of `bad`."""
+    """
+    Return the words before the difference of two texts, those of `good` in it, those of `bad`.
+    """
     def common(words, others):
         n = 0
         while n < min(len(words), len(others)) and words[n] == others[n]:
@@ -619,13 +625,13 @@ def differing_words(good, bad):
 
     good, bad = good.split(" "), bad.split(" ")
     start = common(good, bad)
-    end = common(good[start:][::-1], bad[start:][::-1])  # words after the place
+    end = common(good[start:][::-1], bad[start:][::-1])  # words after the difference
     parts = good[:start], good[start:len(good) - end], bad[start:len(bad) - end]
     return [" ".join(words) for words in parts]
 
 
 def kind_results(rows):
-    """Return a row with KIND_COLUMNS for each kind of pairs, in their order."""
+    """Return a row with KIND_COLUMNS for each kind of pairs, in order of appearance."""
     kinds = collections.defaultdict(list)
     for row in rows:
         kinds[row[1]].append(row)
@@ -637,7 +643,7 @@ def kind_results(rows):
 
 
 def report_pairs(rows, kinds):
-    """Yield lines: the accuracy of all and of each kind, the failures."""
+    """Yield lines: the overall accuracy, that of each kind, the failures."""
     count, n = sum(row[0] for row in rows), len(rows)
     low, high = interval(count, n)
     yield (f"accuracy {count / n:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; {count} of "

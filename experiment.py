@@ -1,15 +1,16 @@
 """
-Try a change of the program: is what it gains more than the noise of the seeds?
+Try a change of the program: is its gain larger than the noise of the seeds?
 
     python experiment.py "a larger rate for the embedding"          the working tree against HEAD
     python experiment.py "the same" --minutes=2 -- --data=my.txt    flags of train.py after --
     python experiment.py                                            the experiments so far
 
-The same training, --minutes or --steps long, runs with the base commit and with the working tree,
-in turns, once per seed. Each run's best model is scored in bits per byte of the base's validation
-text, by the base's code (engine/training/score.py). The change is kept if the difference is larger
-than the seeds' noise (engine/verdict.py). A line of JSON in the ledger says what was tried and what
-came of it: commit, diff, results, "keep", "discard", "unclear", "failed" or "interrupted".
+The same training, --minutes or --steps long, runs alternately with the base commit and with the
+working tree, once per seed. Each run's best model is scored in bits per byte of the base's
+validation text, by the base's code (engine/training/score.py). The change is kept if the difference
+is larger than the seeds' noise (engine/verdict.py). A line of JSON in the ledger records what was
+tried and the outcome: commit, diff, results, "keep", "discard", "unclear", "failed" or
+"interrupted".
 
 The change runs from a copy: the working tree and git's index stay as they are, and what you edit
 meanwhile belongs to the next experiment. The text, the time and the settings after -- are the
@@ -40,35 +41,35 @@ from engine.verdict import judge, sentence
 
 base = "HEAD"       # commit to compare with
 minutes = 1.0       # training time of each run
-steps = 0           # train so many steps instead of so many minutes, as on a machine that other
-                    # programs use, too; 0: by time
-seeds = 3           # runs of the base, and of the change
-seed = 1337         # the first of the seeds
+steps = 0           # number of training steps of each run instead of a time, as on a machine that
+                    # other programs use, too; 0: by time
+seeds = 3           # number of runs of the base, and of the change
+seed = 1337         # first of the seeds
 ledger = "experiments.jsonl"  # file that gets a line for each experiment
 out_dir = "out/experiments"   # folder of the runs: N/base/seedS and N/change/seedS of experiment N
 cache = "cache"     # folder of prepared data, and of copies of the program
 json = False        # print the new line of the ledger as the last line
 
 ROOT = Path(__file__).resolve().parent
-# Settings of train.py that an experiment gives to its runs.
+# Settings of train.py that the experiment itself sets for its runs.
 OURS = {"out_dir", "cache", "seed", "seeds", "minutes", "max_minutes", "max_iters", "json",
         "eval_only", "supervise", "dry_run", "overfit", "lr_find", "profile"}
 OWN_FLAGS = {"seed": "seed", "seeds": "seeds", "minutes": "minutes", "max_minutes": "minutes",
-             "max_iters": "steps"}  # what to give to an experiment instead
+             "max_iters": "steps"}  # the options of experiment.py to use instead
 FIXED = ("data", "val_fraction", "column", "max_text_bytes")  # the change gets the base's values
-NO_LIMIT = 10 ** 9  # steps; the time ends the runs
-# What must be the same in both prepared texts, whatever their vocabularies.
+NO_LIMIT = 10 ** 9  # steps; the time limit ends the runs
+# Entries of meta.json that must be equal for both prepared texts, even if vocabularies differ.
 SAME_TEXT = ("train_bytes", "val_bytes", "train_documents", "val_documents")
-SLOWER = 1.1, 10    # a run may take so many times as long as the base's, and so many seconds more
-SLOWER_STEPS = 10, 60  # the same for runs of the same number of steps
-BUSY = 1.2          # a machine is busy if runs of the same time have so many times as many steps
-WORTH_A_NOTE = 0.01  # least difference in steps to tell of, as a fraction of the base's
-MAX_DIFF = 200_000  # characters of a diff in the ledger
-MAX_FILE = 1 << 20  # bytes of an untracked file that is tried too; a larger one may be data
+SLOWER = 1.1, 10    # a run may take this many times the base's time, plus this many seconds
+SLOWER_STEPS = 10, 60  # the same for runs with --steps
+BUSY = 1.2          # the machine was busy if the steps of a side's runs differ by this factor
+WORTH_A_NOTE = 0.01  # min difference in steps to report, as a fraction of the base's
+MAX_DIFF = 200_000  # max characters of a diff in the ledger
+MAX_FILE = 1 << 20  # max bytes of an untracked file to include; a larger one may be data
 
 
 class Failed(Exception):
-    """A run that failed, or that may not be compared; its message says why."""
+    """A run has failed or can't be compared; the message gives the reason."""
 
 
 class Interrupted(Exception):
@@ -87,7 +88,7 @@ def git(*words, folder=ROOT, **environment):
 
 
 def try_git(*words, folder=ROOT, **environment):
-    """Return a finished git command. It runs no hooks, and refreshes no index."""
+    """Run a git command without hooks or a refresh of the index. Return the CompletedProcess."""
     command = ["git", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *words]
     variables = {"GIT_OPTIONAL_LOCKS": "0"} | environment
     try:
@@ -97,7 +98,7 @@ def try_git(*words, folder=ROOT, **environment):
 
 
 def commit_of(name):
-    """Return the full hash of a commit. Ends the program if there is none of this name."""
+    """Return the full hash of a commit. Ends the program if there is no such commit."""
     if try_git("rev-parse", "--git-dir").returncode:
         fail(f"{ROOT} is not in a repository of git; expected one with a commit to compare with")
     found = try_git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
@@ -109,7 +110,7 @@ def commit_of(name):
 def snapshot(message):
     """
     Return a commit of the working tree as it is now, on top of HEAD: tracked files, and untracked
-    ones that git does not ignore, up to MAX_FILE. No branch gets it, and the index is not touched.
+    ones that git does not ignore, up to MAX_FILE. It is on no branch, and the index stays as it is.
     """
     ledger_path = os.path.relpath(Path(ledger).absolute(), ROOT)
     untracked = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")
@@ -132,8 +133,8 @@ def snapshot(message):
 
 def add_copy(commit, folder):
     """
-    Check a commit out as a worktree of git at `folder`, unless it is there, and return the folder
-    of the program in it.
+    Check a commit out as a git worktree at `folder`, unless it is already there, and return the
+    folder of the program in it.
     """
     head = try_git("rev-parse", "HEAD", folder=folder) if folder.is_dir() else None
     is_there = head and head.stdout.decode().strip() == commit
@@ -146,7 +147,7 @@ def add_copy(commit, folder):
 
 
 def remove_copy(folder):
-    """Remove a worktree that add_copy made. A folder that git does not know as one stays."""
+    """Remove a worktree that add_copy made. A folder that is not a worktree of git is kept."""
     if folder.is_dir():
         try_git("worktree", "remove", "--force", "--force", str(folder))
 
@@ -156,8 +157,9 @@ def remove_copy(folder):
 class Side:
     """
     One of the two programs that are compared. name: "base" or "change"; program: its folder; words:
-    its flags of train.py; cache: its folder of prepared data; results: {seed: bits per byte}; wall:
-    seconds that its runs took; config: config.json of its latest run; steps: of its runs.
+    its flags for train.py; cache: its folder of prepared data; results: {seed: bits per byte};
+    wall: seconds that its runs took; config: config.json of its latest run; steps: numbers of steps
+    of its runs.
     """
 
     def __init__(self, name, program, words, folder, cache_folder):
@@ -167,8 +169,8 @@ class Side:
 
     def call(self, words, output, limit=None):
         """
-        Run Python with these words to its end; `output` gets what it prints. Raises Failed with its
-        last line if it fails, Interrupted after a signal.
+        Run Python with these words, its output going to the file `output`, and wait for its end.
+        Raises Failed with the last line of output if it fails, Interrupted after a signal.
         """
         with open(output, "wb") as f:
             code, signals = run_program([sys.executable, *map(str, words)], None, limit, f)
@@ -180,8 +182,8 @@ class Side:
 
     def train(self, number, more, limit):
         """
-        Train with a seed and with these flags besides those of the command. limit: max seconds,
-        None: none. Raises Failed, Interrupted.
+        Train with the seed `number` and the flags `more` in addition to self.words. limit: max
+        seconds, or None. Raises Failed, Interrupted.
         """
         run, begin = self.folder / f"seed{number}", time.monotonic()
         length = [f"--max_minutes={minutes}", f"--max_iters={NO_LIMIT}"]
@@ -196,7 +198,7 @@ class Side:
                 raise Failed(self.too_slow(limit)) from e
             raise
         took = time.monotonic() - begin
-        if limit and took >= limit:  # SIGTERM stopped it, after which it saved and ended well
+        if limit and took >= limit:  # SIGTERM stopped it, and it then saved and exited with code 0
             raise Failed(self.too_slow(limit))
         self.wall.append(took)
         self.config = read_json(run / "config.json", MAX_JSON, {})
@@ -209,7 +211,7 @@ class Side:
                 f"where the base takes {(limit - slower()[1]) / slower()[0]:.0f} s")
 
     def score(self, number, scorer, texts):
-        """Score the run of a seed by the base's code. Raises Failed, Interrupted."""
+        """Score the run of a seed with the base's code. Raises Failed, Interrupted."""
         run, output = self.folder / f"seed{number}", self.folder / f"seed{number}.score.txt"
         self.call([scorer, self.program, "model", run, texts], output)
         found = parse_json(output.read_bytes().splitlines()[-1])
@@ -219,8 +221,8 @@ class Side:
 
 def flags_for(program, flags):
     """
-    Return flags with each preset that the program's folder has, too, replaced by the one there: a
-    preset is a part of what is tried.
+    Return flags in which each preset of this folder is replaced by the program's own copy, if it
+    has one: presets are part of the change.
     """
     words = []
     for word in flags:
@@ -232,7 +234,7 @@ def flags_for(program, flags):
 
 
 def check_flags(flags, program):
-    """Exit if a flag is none of train.py's, or one that an experiment sets."""
+    """Exit if train.py does not have a flag, or if the experiment itself sets it."""
     known = source_knobs(program / "train.py")
     for word, key, _ in options(flags, {name: value for name, (value, *_) in known.items()}):
         if key is not None and key not in known:
@@ -243,7 +245,9 @@ def check_flags(flags, program):
 
 
 def link_cache(source, target):
-    """Make a cache with links to what `source` has prepared: what a change prepares stays apart."""
+    """
+    Make a cache with links to the data prepared in `source`, so that a change writes elsewhere.
+    """
     target.mkdir(parents=True)
     for path in source.iterdir():
         if not path.name.startswith(".") and not path.name.endswith(".partial"):
@@ -263,8 +267,8 @@ def compare_runs(base_side, change_side, folder):
         raise Failed("the base has no engine/training/score.py; name a later commit with --base")
     texts, lost = folder / "texts.jsonl", {}
     for number in range(seed, seed + seeds):
-        # The side that begins changes with the seed, so that a machine that becomes slower or
-        # faster meanwhile favors none. The base is first of all: its data is then prepared.
+        # The sides take turns to begin, so that a machine that becomes slower or faster meanwhile
+        # favors neither. The base begins first, since the change uses its prepared data.
         sides = [base_side, change_side] if (number - seed) % 2 == 0 else [change_side, base_side]
         for side in sides:
             fixed, limit = [], None
@@ -348,7 +352,9 @@ def show_ledger():
 
 
 def diff_of(base_commit, change_commit):
-    """Return the diff as `git apply` takes it, with secrets hidden, cut after MAX_DIFF."""
+    """
+    Return the diff in the form that `git apply` reads, with secrets hidden, cut after MAX_DIFF.
+    """
     text = git("diff", "--no-color", "--no-ext-diff", "--no-textconv", base_commit, change_commit)
     text = redact(text.encode(errors="surrogateescape").decode(errors="replace"))
     cut = f"\n... ({len(text):,} characters)" if len(text) > MAX_DIFF else "\n"
@@ -359,7 +365,7 @@ def diff_of(base_commit, change_commit):
 
 @contextlib.contextmanager
 def alone(folder):
-    """Refuse a second experiment meanwhile: it would take time from the runs of the first."""
+    """Exit if another experiment is running: each would take time from the runs of the other."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as f:
         try:
@@ -423,7 +429,7 @@ def try_change(hypothesis, flags):
 
 
 def measured(sides, folder):
-    """Return the entries of a row that come from the runs, whatever happens to them."""
+    """Return the entries of a row that come from the runs, even if they fail or are interrupted."""
     found = {}
     try:
         compare_runs(*sides, folder)
@@ -432,7 +438,7 @@ def measured(sides, folder):
         decision = "unclear"
         if verdict.distinguishable or verdict.low == verdict.high == 0:  # 0: the same results
             decision = "keep" if verdict.difference < 0 else "discard"
-        found = {name: value if value == value else None  # NaN, of a single seed
+        found = {name: value if value == value else None  # NaN with a single seed
                  for name, value in verdict._asdict().items()
                  if name in ("difference", "low", "high", "p")}
         found |= {"decision": decision,
@@ -453,8 +459,8 @@ def measured(sides, folder):
 
 def notes_on_steps(sides):
     """
-    Return notes for a verdict on runs of the same time: that runs of one side took much more steps
-    than others, and that the two sides took different numbers of steps. "" if all took the same.
+    Return notes for a verdict on runs of the same duration: that some runs of a side took many more
+    steps than others, and that the two sides took different numbers of steps. "" if there are none.
     """
     notes, (base_side, change_side) = "", sides
     for side in sides:

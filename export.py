@@ -71,12 +71,12 @@ out_dir = "out"    # what to export: a run's folder, a folder of runs (the newes
 format = "gguf"    # gguf; hf: a Hugging Face folder; peft: the adapters of a LoRA alone, as PEFT's
                    # folder; html: a page that runs the model; llama2.c's v0: legacy float32, v1:
                    # float32, v2: int8 in groups
-dtype = "f32"      # of the matrices in gguf and html: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or
-                   # q4_0; in hf: f32, f16 or bf16
+dtype = "f32"      # type of the matrices in gguf and html: f32, f16, bf16, q8_0, q6_k, q5_k_m,
+                   # q4_k_m or q4_0; in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
 tokenizer = ""     # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or
                    # tokenizer.bin
-path = ""          # where to write; empty: beside what is exported
+path = ""          # output path; empty: inside the exported folder, or beside the exported file
 
 
 # ---- GGUF

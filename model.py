@@ -74,7 +74,7 @@ class ModelArgs:
             return Transformer(self)
 
     def problem(self):
-        """Return what is wrong with these sizes as one line, None if they are possible."""
+        """Return what is wrong with these sizes as one line, None if they are valid."""
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim",
                      "max_seq_len"):
             if getattr(self, name) < 1:
@@ -165,8 +165,8 @@ class Attention(nn.Module):
 
         rope: (T, Q/2, 2) or (B, T, Q/2, 2), the rows of rope_table at the positions of x.
         cache: (keys, values, slots) or None. keys and values are (B, length, K, Q). `slots` indexes
-        the B x T places that this call fills. The queries then see the first S positions, as far
-        as `mask` (B, 1, T, S) lets them.
+        the B x T entries that this call fills. The queries then see those of the first S positions
+        that `mask` (B, 1, T, S) allows.
         mask: bool (B, 1, T, S), True where a query sees a key, or ops.Documents, for causal
         attention within each document. None: causal attention.
         """
@@ -196,7 +196,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normed before and added to the residual stream."""
+    """Attention and feed-forward, each preceded by a norm and added to the residual stream."""
 
     def __init__(self, args):
         super().__init__()
@@ -215,15 +215,15 @@ class Transformer(nn.Module):
     """Tokens (B, T) in, logits or the loss out."""
 
     # The token that begins a document: a query sees only the positions from the latest such token
-    # up to its own. A negative number: not the token, but its target is this number where a
-    # document begins. None: a query sees all positions up to its own.
+    # up to its own. A negative number: where a document begins, the target, not the token, is this
+    # number. None: a query sees all positions up to its own.
     bos_id = None
 
     # Activation checkpointing in training mode: save only the blocks' inputs, and recompute the
     # rest in backward. The blocks then neither read nor fill a key/value cache.
     recompute = False
 
-    # engine/training/lora.py: what is frozen and what is trained. None: all weights are trained.
+    # engine/training/lora.py: which weights are frozen or trained. None: all weights are trained.
     lora = None
 
     def __init__(self, args):
@@ -272,13 +272,13 @@ class Transformer(nn.Module):
         """
         For tokens (B, T), return (logits, None) if targets is None, otherwise (None, loss).
 
-        targets: (B, T), negative where a position has none. The loss is their mean cross-entropy in
-        nats.
+        targets: (B, T), negative where a position has no target. The loss is the mean cross-entropy
+        over all targets, in nats.
         every: with n > 0, return the logits of positions 0, n, 2n, ...; with 0, the logits of the
         last position, (B, 1, V).
-        cache: a dict from new_cache with the earlier positions of each row, as many as cache["pos"]
-        counts; this call appends T positions to each. A query then sees all positions of its row up
-        to its own, whatever bos_id and documents are.
+        cache: a dict from new_cache with the earlier positions of each row, cache["pos"] of them;
+        this call appends T positions to each row. A query then sees all positions of its row up to
+        its own; bos_id and documents are ignored.
         documents: from ops.documents_of, or a mask from document_mask. A query then sees only its
         own document, as with bos_id, which is ignored. Documents need no mask of (B, 1, T, T).
         """
@@ -308,7 +308,7 @@ class Transformer(nn.Module):
         return None, ops.cross_entropy(x.flatten(0, 1), self.output, targets.flatten())
 
     def document_mask(self, tokens, targets=None):
-        """Return ops.within_documents by bos_id for tokens and targets (B, T); None: no mask."""
+        """Return ops.within_documents for tokens and targets (B, T) by bos_id; None: no mask."""
         borders = targets if self.bos_id is not None and self.bos_id < 0 else tokens
         if self.bos_id is None or borders is None:
             return None
@@ -317,7 +317,7 @@ class Transformer(nn.Module):
     def new_cache(self, B, length):
         """
         Return an empty key/value cache for B sequences of up to `length` positions: {"keys",
-        "values": (n_layers, B, length, K, Q), "pos": [number of positions filled] of each}.
+        "values": (n_layers, B, length, K, Q), "pos": [number of filled positions of each]}.
         """
         a = self.args
         shape = (a.n_layers, B, length, a.n_kv_heads, a.head_dim)
@@ -326,8 +326,8 @@ class Transformer(nn.Module):
 
     def prefill(self, cache, row, text):
         """
-        Fill a row of the cache with the tokens of a text but the last; if the text exceeds the
-        context, with those that latest() keeps.
+        Fill a row of the cache with all tokens of a text except the last. If the text exceeds the
+        context, latest() shortens it first.
         """
         text = latest(text, self.args.max_seq_len)
         part = {"keys": cache["keys"][:, row:row + 1], "values": cache["values"][:, row:row + 1],
@@ -342,7 +342,7 @@ class Transformer(nn.Module):
         """
         Continue each of B prompts by up to max_new_tokens sampled tokens. Return B lists of token
         ids, which begin with the prompts. A text does not depend on the other prompts, except by
-        rounding: each is evaluated alone, then all texts grow in one batch, a token a step.
+        rounding: each prompt is evaluated alone, then all texts grow in one batch, a token a step.
 
         prompts: B lists or tensors (T,) of token ids, of any lengths.
         temperature: a number, or a list of one per prompt. temperature and top_p: as in `sample`.
@@ -359,7 +359,7 @@ class Transformer(nn.Module):
         cache = self.new_cache(len(texts), length)
         for row, text in enumerate(texts):
             self.prefill(cache, row, text)
-        growing = list(range(len(texts)))  # the text of each row of the cache
+        growing = list(range(len(texts)))  # index of the text in each row of the cache
         for _ in range(max_new_tokens):
             for row, i in enumerate(growing):
                 if cache["pos"][row] == context:

@@ -68,7 +68,7 @@ def own_gradients(model):
     would be added to itself.
     """
     params = [p for p in model.parameters() if p.grad is not None]
-    # A multiplication by 1 is a copy of all of them in few kernels.
+    # Multiplying by 1 copies all of them in few kernels.
     for p, copy in zip(params, torch._foreach_mul([p.grad for p in params], 1.0)):
         p.grad = copy
 
@@ -149,7 +149,7 @@ class Muon(ObservedOptimizer):
     Matrices of one shape are orthogonalized together.
     """
     MAX_CHUNK = 2 ** 28      # max elements orthogonalized at a time: 1 GiB per temporary copy
-    MIN_BFLOAT16_SIDE = 128  # short side from which on bfloat16 is faster, where the device has it
+    MIN_BFLOAT16_SIDE = 128  # min short side for which bfloat16 is faster, where the device has it
 
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -157,7 +157,7 @@ class Muon(ObservedOptimizer):
         self.orthogonalize = orthogonalize
 
     def compile(self, **options):
-        """Compile orthogonalize, for each shape anew. options: as of torch.compile."""
+        """Compile orthogonalize, separately for each shape. options: those of torch.compile."""
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False, **options)
 
     def add_param_group(self, param_group):
@@ -208,7 +208,7 @@ class Muon(ObservedOptimizer):
 #     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
 OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # "muon" uses AdamW for all but the blocks' matrices
 
-AVERAGE, TRAINED = "average", "trained"  # suffixes of weights that the model does not have
+AVERAGE, TRAINED = "average", "trained"  # suffixes of weights that are not in the model
 NUMBER = ":number"  # suffix of the names of Python numbers, which state_dict saves as tensors
 
 
@@ -270,13 +270,13 @@ class CombinedOptimizer:
             self.exchange()
 
     def show_trained(self):
-        """Put the weights into the model that training goes on from."""
+        """Put the weights that training goes on from into the model."""
         if self.model_has_averages:
             self.exchange()
 
     @torch.no_grad()
     def exchange(self):
-        """Exchange the model's weights for the others. Without averages, do nothing."""
+        """Swap the model's weights with `others`. Without averages, do nothing."""
         if not self.others:
             return
         self.ready()
@@ -287,7 +287,7 @@ class CombinedOptimizer:
         self.model_has_averages = not self.model_has_averages
 
     def compile(self, **options):
-        """Compile what torch.compile can make faster: Muon. options: as of torch.compile."""
+        """Compile what torch.compile can make faster: Muon. options: those of torch.compile."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.compile(**options)
@@ -312,8 +312,8 @@ class CombinedOptimizer:
         The numbers in the parameter groups are settings and are left out. But if an optimizer
         itself has changed one, such as the step size "d" that Prodigy estimates, it is state and
         is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it.
-        What the model does not have now is in "name.average", or in "name.trained" while the model
-        has the averages.
+        The averages are saved as "name.average"; while the model has the averages, the trained
+        weights are saved instead, as "name.trained".
         """
         suffix = TRAINED if self.model_has_averages else AVERAGE
         state = {f"{self.names[p]}.{suffix}": values for p, values in self.others.items()}
@@ -349,7 +349,7 @@ class CombinedOptimizer:
                 value = distributed.shard_like(value, p)
             if key in (AVERAGE, TRAINED):
                 self.others[p] = value
-                self.model_has_averages = key == TRAINED  # of all parameters or of none
+                self.model_has_averages = key == TRAINED  # the same for all parameters
                 continue
             found[name][key] = value
         for optimizer in self.optimizers:
@@ -438,7 +438,7 @@ def check_optimizer(name):
         fail(f"optimizer is {name!r}, expected {' or '.join(OPTIMIZERS)}")
 
 
-# Measurements and checks make optimizers, too; the messages of make_optimizer appear only once.
+# Measurements and checks also call make_optimizer; its messages appear only once.
 say_once = functools.cache(distributed.say)
 
 

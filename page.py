@@ -3,7 +3,7 @@ Serve a web page to start, follow and compare trainings, look inside models and 
 
     python page.py                    show the runs in out/; open the address that it prints
     python page.py RUNS --port=9000   show the runs in another folder, on another port
-    python page.py --serve=out/my     answer programs with one model, and nothing else
+    python page.py --serve=out/my     serve one model to other programs, without a page
     ssh -L 8765:localhost:8765 HOST   make the address of a page on HOST work on this machine
 
 The page reads the runs' folders and needs no account. It starts each training as a separate

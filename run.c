@@ -1,6 +1,6 @@
-// Runs a Llama model. This is a program on the library in runtime/: it continues texts, chats, and
-// measures perplexity and speed. Text goes to stdout, everything else to stderr. An error ends the
-// program with one line `run: <subject>: <message>` and exit code 1.
+// Runs a Llama model from the command line, with the library in runtime/: continues texts, chats,
+// and measures perplexity and speed. Text goes to stdout, everything else to stderr. An error ends
+// the program with one line `run: <subject>: <message>` and exit code 1.
 #include "cli/common.h"
 #include <math.h>
 #include <time.h>
@@ -18,7 +18,7 @@ static int *encode(const Run *r, Text text, bool bos, int *n) {
     return tokens;
 }
 
-// Returns whether the prompt is encoded with BOS. An empty prompt always is, to have a token.
+// Returns whether the prompt is encoded with BOS. An empty prompt always is: it needs a token.
 static bool wants_bos(const Run *r, Text prompt) { return r->info.add_bos || !prompt.n; }
 
 // Encodes the prompt, which must have at least one token.
@@ -28,7 +28,7 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
     return tokens;
 }
 
-// Adds the text of a prompt's tokens to what may be shown.
+// Appends the text of a prompt's tokens to the output of the stream.
 static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
     llamac_error error;
     const char *shown;
@@ -49,14 +49,14 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
 
 // Returns the library's message without the path at its beginning, because die prints the path.
 static const char *message_of(const llamac_error *error, const char *path) {
-    size_t n = strlen(path) < 200 ? strlen(path) : 200; // the library shows 200 bytes of a path
+    size_t n = strlen(path) < 200 ? strlen(path) : 200; // max bytes of a path in messages
     return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2
                                                                             : error->text;
 }
 
-// Reads keys and values from the file of --prompt-cache, if it exists: those of the tokens with
-// which its prompt and this one both begin. The last token of this prompt is evaluated in any case,
-// for its logits.
+// Reads keys and values from the file of --prompt-cache, if it exists, for the tokens at the
+// beginning of its prompt that are the same in this one. The last token of this prompt is always
+// evaluated, for its logits.
 static void load_prompt(Run *r, Stream *s) {
     llamac_error error;
     const char *path = r->prompt_cache;
@@ -66,7 +66,7 @@ static void load_prompt(Run *r, Stream *s) {
     const int *tokens = llamac_sequence_tokens(saved);
     int n = 0, length = llamac_sequence_length(saved);
     while (n < length && n < s->length && tokens[n] == s->window[n]) n++;
-    if (n == s->length) r->prompt_cache = NULL; // the file has the whole prompt: leave it
+    if (n == s->length) r->prompt_cache = NULL; // the file has the whole prompt: keep it
     s->evaluated = n < s->length ? n : s->length - 1;
     if (!llamac_sequence_truncate(saved, s->evaluated, &error)) die(path, "%s", error.text);
     llamac_sequence_free(s->sequence);
@@ -86,8 +86,9 @@ static void must_use_grammar(Run *r, Stream *s, int max) {
     if (!use_grammar(r, s, max, &error)) die("--json-object", "%s", error.text);
 }
 
-// Begins the text of a prompt: at most r->steps tokens in all. BOS is not counted. `first` is NULL
-// or a stream that has evaluated all tokens of the same prompt but the last.
+// Begins the text of a prompt. Prompt and continuation have at most r->steps tokens together, not
+// counting BOS. `first` is NULL or a stream that has evaluated all tokens of the same prompt except
+// the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
@@ -109,17 +110,17 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     llamac_free(tokens);
 }
 
-// The texts of a call of generate.
+// The texts that a call of `generate` generates.
 typedef struct {
-    const Text *prompts; // (n,), or one for all texts: it is then evaluated once
+    const Text *prompts; // (n,), or one prompt for all texts, which is evaluated once
     bool same_prompt;
     Stream *streams;             // (n,)
-    int n, begun, printed;       // texts: in all, begun, printed completely
-    Stream *active[MAX_AT_ONCE]; // (n_active,) that are begun and not done
+    int n, begun, printed;       // number of texts: in total, begun, printed completely
+    Stream *active[MAX_AT_ONCE]; // (n_active,) streams that are begun and not done
     int n_active, max_active;
 } Batch;
 
-// Begins the next texts, as many as may be active. Texts of the same prompt have different seeds.
+// Begins texts until max_active are active. Texts of the same prompt have different seeds.
 static void begin_texts(Run *r, Batch *b) {
     for (; b->n_active < b->max_active && b->begun < b->n; b->begun++) {
         bool same = b->same_prompt && b->n > 1, first = b->begun == 0;
@@ -129,8 +130,8 @@ static void begin_texts(Run *r, Batch *b) {
         begin_prompt(r, s, b->prompts[same ? 0 : b->begun], same && !first ? b->streams : NULL);
         if (!s->done) b->active[b->n_active++] = s;
         if (!same || !first || s->done || s->length == 1) continue;
-        // Evaluate what all texts share: the prompt without its last token, which each evaluates to
-        // have its own logits
+        // Evaluate the tokens that all texts share: the prompt without its last token. Each text
+        // evaluates that one itself, to get its own logits
         s->length--;
         evaluate(r, &s, 1);
         s->length++;
@@ -148,7 +149,7 @@ static void continue_texts(Run *r, Batch *b) {
     b->n_active = left;
 }
 
-// Prints what may be shown, in order: a text that is not done holds up the later ones.
+// Prints the available output of the texts in order. Texts after one that is not done must wait.
 static void print_texts(Run *r, Batch *b) {
     for (; b->printed < b->n; b->printed++) {
         Stream *s = &b->streams[b->printed];
@@ -165,12 +166,12 @@ static void print_texts(Run *r, Batch *b) {
     }
 }
 
-// Prints n prompts and their continuations, `max_active` of them at once. If there is one prompt,
-// prints n texts of it.
+// Prints n prompts and their continuations, of which `max_active` are computed at the same time. A
+// single prompt is continued n times.
 static void generate(Run *r, const Text *prompts, int n_prompts, int n, int max_active) {
     Batch b = {.prompts = prompts, .same_prompt = n_prompts == 1, .n = n, .max_active = max_active};
     double middle = 0;         // time of the first sample
-    int64_t prompt_tokens = 0; // evaluated before it
+    int64_t prompt_tokens = 0; // tokens evaluated before it
     b.streams = resize(NULL, n, sizeof *b.streams);
     memset(b.streams, 0, n * sizeof *b.streams);
     while (b.printed < n) {
@@ -225,12 +226,12 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
     return tokens;
 }
 
-// Alternates turns of user and assistant until the input ends. The first words of the user may come
-// from -i or -f, the system prompt from -y. An empty answer to the question for it means the one in
-// the file's template.
+// Alternates turns of user and assistant until the input ends. The first message may come from -i
+// or -f, the system prompt from -y. If the user enters an empty system prompt, the one in the
+// file's template is used.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
     Stream stream = {.sampler = r->sampler}, *s = &stream;
-    bool pending = false; // the answer before was cut off: its last token is not in the window yet
+    bool pending = false; // the last answer was cut off: its last token is not in the window yet
     Text line = {0}, prompt = {0};
     if (system) append_string(&prompt, system);
     else ask(&r->input, "Enter system prompt (optional): ", &prompt);
@@ -281,7 +282,7 @@ static int evaluate_some(Run *r, llamac_sequence *sequence, const int *tokens, i
     return n;
 }
 
-// The negative log likelihood of a token by the logits of token i of the last call.
+// Returns the negative log likelihood of a token by the logits of token i of the last call.
 static double nll_of(Run *r, int i, int token) {
     llamac_error error;
     double nll = 0;
@@ -360,7 +361,7 @@ static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, b
 
 enum {
     BENCH_RUNS = 5,
-    BENCH_SECONDS = 2, // a further run begins only within this time from the start of the first
+    BENCH_SECONDS = 2, // no run begins later than this after the start of the first one
     WARM_UP = 20,      // tokens before the first run
 };
 
@@ -378,7 +379,7 @@ static double median(double *values, int n) {
 typedef struct {
     llamac_engine *engine;
     llamac_sequence **sequences; // (n,)
-    llamac_batch_token *batch;   // (n * max tokens of each in a call,)
+    llamac_batch_token *batch;   // (n * max tokens of a sequence in a call,)
     int n;
 } BenchTexts;
 
@@ -410,11 +411,10 @@ static void decode_greedily(BenchTexts *b, int token, int T) {
     }
 }
 
-// Prints the speed of the model, as a table or as JSON: medians over the runs. With n_texts texts
-// at once, the speeds are those of all together. `began` is the time when the program began. Each
-// run also measures the bandwidth of reading the weights without computing, and the share of it
-// that decoding reached. It does so right after decoding, before other programs change the speed of
-// the machine.
+// Prints the speed of the model as a table or as JSON: medians over the runs. Speeds are totals
+// over the n_texts texts. `began` is the time when the program began. Each run also measures the
+// bandwidth of reading the weights without computing, and the share of it that decoding reached. It
+// does so right after decoding, so that other programs affect both measurements alike.
 static void bench(Run *r, double began, int n_texts, bool json) {
     double prompt[BENCH_RUNS], decode[BENCH_RUNS]; // seconds
     double bandwidth[BENCH_RUNS], share[BENCH_RUNS];
@@ -472,7 +472,7 @@ static void bench(Run *r, double began, int n_texts, bool json) {
 // ----------------------------------------------------------------------------
 // The program
 
-// Returns the path of the model, to be freed: the folder of a run has it in model.gguf.
+// Returns the path of the model file, to be freed. In the folder of a run it is model.gguf.
 static char *model_path(const char *path) {
     Text text = {0};
     append_string(&text, path);
@@ -481,8 +481,8 @@ static char *model_path(const char *path) {
     return text.s;
 }
 
-// Opens the model, without its own tokenizer if -z names another. Then opens the tokenizer of -z,
-// or else tokenizer.bin in the working directory, if one is needed and missing.
+// Opens the model, without its own tokenizer if -z names another. If a tokenizer is then needed and
+// missing, opens that of -z, or else tokenizer.bin in the working directory.
 static void load(Run *r, const Options *o, bool needs_tokenizer) {
     llamac_error error;
     char *path = model_path(o->model);
@@ -529,12 +529,12 @@ int main(int argc, char **argv) {
     int at_once = o.at_once ? (int)o.at_once : o.prompts || o.jsonl ? AT_ONCE : 1;
 
     bool has_prompt = o.prompt || o.prompt_file;
-    // --verify, --bench, --logits and --perplexity ignore -m; --tokenize obeys it, and encodes
-    // turns for a chat
+    // --verify, --bench, --logits and --perplexity ignore -m; --tokenize encodes turns of a chat
+    // with -m chat
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
     bool has_template = (is_chat || o.jsonl) && llamac_use_template(r.model, o.template, &error);
-    // Without a template, --jsonl answers prompts, but no messages
+    // Without a template, --jsonl answers requests with a prompt, but not those with messages
     if ((is_chat || (o.jsonl && o.template)) && !has_template) {
         if (o.template) die("--template", "%s", error.text);
         die(o.model, "%s", message_of(&error, o.model));

@@ -12,7 +12,7 @@ import codecs
 import sys
 from pathlib import Path
 
-from configurator import configure, fail  # first: it reports packages that are missing
+from configurator import configure, fail  # first: it reports missing packages
 
 import torch
 
@@ -27,14 +27,14 @@ from tokenizer import decode_utf8
 out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
                         # folder, a Hugging Face, PEFT or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # vocabulary of a llama2.c file: tokenizer.model, .json or .bin
-prompt = "auto"         # text to continue; auto: that of the samples in the run's log, which is
-                        # from its own text; empty: the model begins the text
+prompt = "auto"         # text to continue; auto: the prompt of the samples in the run's log, which
+                        # is by default from its own text; empty: none, the model begins the text
 prompts = ""            # instead continue each line of this UTF-8 file
 num_samples = 1         # number of continuations of each prompt
 max_new_tokens = 256    # max tokens of each; beyond its context the model sees the latest tokens
 temperature = 1.0       # 0: always the likeliest token; above 1: flatter distribution than learned
 top_p = 0.9             # sample from the likeliest tokens with this total probability; 1: from all
-seed = 1337             # of the first sample of each prompt; the next have seed + 1 and so on
+seed = 1337             # seed of the first sample of each prompt; the next ones add 1, 2, ...
 attention = ""          # instead write this .html file: attention and likely tokens for the prompt
 device = "auto"         # auto, cpu, cuda, cuda:1, mps
 
@@ -60,7 +60,7 @@ def check_settings():
 def read_prompts(own):
     """
     Return the lines of the file `prompts`, or [own] without one. own: the prompt. Empty lines are
-    prompts.
+    prompts, too.
     """
     if not prompts:
         return [own]
@@ -75,7 +75,7 @@ def read_prompts(own):
 
 
 def write_attention(model, vocabulary, text):
-    """Write the page's view of the model's computation on a text to a file."""
+    """Write a page that shows the model's computation on a text to the file `attention`."""
     page = html(inside.describe(model, vocabulary, text, out_dir))
     try:
         Path(attention).write_text(page, encoding="utf-8")

@@ -3,7 +3,7 @@ Run a W&B sweep file without a server.
 
     python sweep.py sweeps/random.yaml                 trial N trains in out/random/N
     python sweep.py sweeps/random.yaml --parallel=2    two trials at a time, which share the cores
-    python sweep.py sweeps/random.yaml --seeds=3       each with three seeds, whose mean decides
+    python sweep.py sweeps/random.yaml --seeds=3       train each with three seeds, compare means
     python sweep.py sweeps/random.yaml --prune         stop trials that are worse than the median
 
 The same file runs with `wandb sweep FILE` and `wandb agent ID`. Grid and random search need no
@@ -12,8 +12,8 @@ table shows all trials, the best one first, and a line shows the command of the 
 
 The same command continues a sweep after Ctrl-C or a kill. The ledger, out_dir/sweep.jsonl, records
 each start and end, so that finished and pruned trials are not run again. The file and the seed
-determine the values of every trial, with bayes together with the results of the earlier trials. A
-folder with trials of another sweep is refused.
+determine the values of every trial; with bayes, the results of earlier trials do too. A folder with
+trials of another sweep is refused.
 """
 import contextlib
 import itertools
@@ -47,8 +47,8 @@ from engine.verdict import judge, sentence
 file = ""       # the sweep: a .yaml file in W&B's format
 count = 0       # number of trials; 0: the file's run_cap, else the whole grid, else 20
 out_dir = ""    # folder for the trials' folders; "": the file's out_dir, else out/sweep
-seed = 1337     # of random and bayes
-seeds = 1       # train each trial with so many seeds; their mean decides
+seed = 1337     # seed of random and bayes
+seeds = 1       # number of seeds to train each trial with; trials are compared by their means
 parallel = 1    # max trials at a time; each gets its share of the cores as threads, and of the GPUs
 prune = False   # once 5 trials have finished, stop a trial whose metric is worse than their median
                 # at the same step (needs: pip install optuna)
@@ -57,12 +57,12 @@ json = False    # print the result as the last line
 LEDGER = "sweep.jsonl"
 DERIVED = {"batch_size", "gradient_accumulation_steps"}  # the trainer derives them if batch_size=0
 ENDED = ("finished", "pruned")  # status of trials that are not run again
-ORDER = ("finished", "pruned", "stopped", "failed")  # of the table
+ORDER = ("finished", "pruned", "stopped", "failed")  # order of statuses in the table
 VOCABULARY = ("vocab_source", "vocab_size", "max_vocab_size", "data")  # settings that change it
 MIN_FINISHED = 5      # trials that must have finished before one is pruned
-POLL = 0.1            # seconds between looks at the running trials
-MAX_OUTPUT = 1 << 20  # bytes of a failed trial's output to search for the error
-MAX_WHY = 300         # characters of an error
+POLL = 0.1            # seconds between polls of the running trials
+MAX_OUTPUT = 1 << 20  # max bytes of a failed trial's output to search for the error
+MAX_WHY = 300         # max characters of an error
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Trial:
     asked, params: Optuna's trial and the values that Optuna proposed, None and {} without it.
     status: "started", "finished", "pruned", "stopped" (to be continued, as after Ctrl-C) or
     "failed"; why: the reason for the last three. seconds: time in all sessions. results: {seed:
-    best value of the metric}; steps: the last step that was logged. reported: the last step that
-    Optuna knows.
+    best value of the metric}; steps: the last step that was logged. reported: the last step
+    reported to Optuna.
     """
     number: int
     values: dict
@@ -103,11 +103,11 @@ class Trial:
 @dataclass
 class Running:
     """
-    A trial that runs. slot: number below `parallel` that no other running trial has. output: open
-    file of what its program prints. log: what its first seed has logged. process: its program;
-    None while a program still runs that an earlier session has started and that outlived it. begin:
-    time of its start by time.monotonic(); offset: size of `output` then. pruned: why the sweep has
-    asked it to stop, "" if it has not.
+    A running trial. slot: number below `parallel` that no other running trial has. output: open
+    file of what its program prints. log: what its first seed has logged. process: its program; None
+    while it waits for a program that an earlier session started and that still runs. begin: time of
+    its start by time.monotonic(); offset: size of `output` then. pruned: why the sweep has asked it
+    to stop, "" if it has not.
     """
     trial: Trial
     slot: int
@@ -128,7 +128,7 @@ class Ledger:
     """
 
     def __init__(self, folder):
-        """Open the ledger, or begin one. Exit if a sweep runs there, or the file is foreign."""
+        """Open or create the ledger. Exit if a sweep runs there, or the file is not a ledger."""
         path = folder / LEDGER
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Ledger:
         self.rows = {row["trial"]: row for row in rows if type(row.get("trial")) is int}
         if not lines:
             self.write({"made_by": "llamac", "sweep": file, "seed": seed})
-        elif not lines[-1].endswith(b"\n"):  # a kill or a full disk cut it
+        elif not lines[-1].endswith(b"\n"):  # cut off by a kill or a full disk
             self.file.write(b"\n")
 
     def write(self, row):
@@ -218,8 +218,8 @@ def gpus():
 def shares(names):
     """
     Return the environment variables of each slot, [{variable: value}]: threads, so that the trials
-    do not compete for cores, and a GPU. What the user has set stays. names: settings that the sweep
-    gives.
+    do not compete for cores, and a GPU. Variables that the user has set are kept. names: settings
+    that the sweep sets.
     """
     found = [{} for _ in range(parallel)]
     if parallel == 1:
@@ -251,13 +251,13 @@ def make_study(sweep, goal):
 
 def ask(study, number, row):
     """
-    Return Optuna's next trial. number: of our trial; row: what the ledger has of it: a trial that
-    was started keeps its values, whatever was finished before it.
+    Return Optuna's next trial. number: that of our trial; row: its row in the ledger. A trial that
+    was started before keeps its values, even if Optuna would now propose others.
     """
     from optuna.samplers import TPESampler
     if isinstance(row.get("params"), dict) and row["params"]:
         study.enqueue_trial(row["params"])
-    # A sampler of its own for each trial: a sweep that continues has the same random numbers.
+    # Each trial has its own sampler, so that a continued sweep draws the same random numbers.
     study.sampler = TPESampler(seed=seed + number)
     return study.ask()
 
@@ -276,10 +276,10 @@ def tell(study, trial):
 
 class Sweep:
     """
-    A sweep, from its file to its result. content: of the file; folder: for the trials' folders;
-    limit: max number of trials; trials: [Trial] that have begun, in the order of their numbers;
-    running: [Running]; processes: of these; is_reached: whether a trial has reached the metric's
-    target; shown: numbers of the trials that a line of progress has named.
+    A sweep, from its file to its result. content: that of the file; folder: holds the trials'
+    folders; limit: max number of trials; trials: [Trial] that have begun, in the order of their
+    numbers; running: [Running]; processes: those of `running`; is_reached: whether a trial has
+    reached the metric's target; shown: numbers of the trials that a progress line has named.
     """
 
     def __init__(self, content):
@@ -289,7 +289,7 @@ class Sweep:
                                or "out/sweep"))
         default = None if method == "grid" else 20  # None: the whole grid
         self.limit = count or content.get("run_cap") or default
-        self.planned = []  # values of grid and random; bayes chooses as it goes
+        self.planned = []  # values of grid and random; bayes chooses them trial by trial
         if method == "grid":
             self.planned = list(itertools.islice(grid(parameters), self.limit))
             self.limit = len(self.planned)
@@ -315,17 +315,19 @@ class Sweep:
         origin = values.get("init_from", "scratch")
         more = {"seeds": seeds} if seeds > 1 else {}
         return values | more | {"out_dir": str(self.folder / str(number)),
-                                # auto: an interrupted trial goes on
+                                # auto resumes an interrupted trial
                                 "init_from": "auto" if origin == "scratch" else origin}
 
     def begin(self):
-        """Open the ledger, and refuse trials of another sweep before one of this starts."""
+        """Refuse trials of another sweep, and open the ledger, before any trial starts."""
         for number, values in enumerate(self.planned, 1):
             refuse_other(self.content, self.full_values(values, number), self.folder / str(number))
         self.ledger = Ledger(self.folder)
 
     def upcoming(self):
-        """Yield the trials to run, in order; those that have ended before are only noted."""
+        """
+        Yield the trials to run, in order; those that ended in an earlier session are only reported.
+        """
         for number in range(1, self.limit + 1):
             if self.is_reached:
                 return
@@ -351,7 +353,7 @@ class Sweep:
         else:
             values = {name: suggest(name, spec, asked)
                       for name, spec in self.content["parameters"].items()}
-            if redact(asked.params) == asked.params:  # a secret is not written; it is asked anew
+            if redact(asked.params) == asked.params:  # a secret is not stored; Optuna is asked anew
                 params = asked.params
         values = self.full_values(values, number)
         refuse_other(self.content, values, folder)
@@ -386,7 +388,7 @@ class Sweep:
 
     def fill(self, upcoming, signals):
         """Start trials until `parallel` of them run; after a signal, start none."""
-        if signals:  # a trial that waits for a process of a killed sweep has not begun
+        if signals:  # trials that wait for a process of a killed sweep have not begun
             self.running = [one for one in self.running if one.process]
             return
         while len(self.running) < parallel:
@@ -396,7 +398,7 @@ class Sweep:
             self.start(trial)
 
     def start(self, trial):
-        """Begin a trial: note it, open the file for its output, and start its program."""
+        """Begin a trial: record it, open the file for its output, and start its program."""
         path = self.folder / f"{trial.number}.txt"
         if trial.number not in self.ledger.rows and path.exists():
             fail(f"{path}: is in the way of a trial's output; give another --out_dir")
@@ -440,7 +442,7 @@ class Sweep:
         return True
 
     def look_at(self, one, signals):
-        """Note a trial that has ended; with --prune, ask one that is hopeless to stop."""
+        """Record a trial that has ended; with --prune, ask a hopeless one to stop."""
         if not one.process:
             self.launch(one)
         elif one.process.poll() is not None:
@@ -450,7 +452,7 @@ class Sweep:
             one.process.terminate()  # as after Ctrl-C, it saves, evaluates and exports
 
     def is_hopeless(self, one):
-        """Return whether Optuna's pruner would stop a trial, by what it has logged so far."""
+        """Return whether Optuna's pruner would stop a trial, judging by its log so far."""
         try:
             while one.log.read():
                 pass
@@ -469,7 +471,7 @@ class Sweep:
         return is_hopeless
 
     def end(self, one, signals):
-        """Note how the program of a trial ended. Exit if Ctrl-C reached the program alone."""
+        """Record how the program of a trial ended. Exit if Ctrl-C reached only the program."""
         trial, code = one.trial, one.process.returncode
         self.running.remove(one)
         self.processes.remove(one.process)
@@ -553,7 +555,9 @@ class Sweep:
         sys.stdout.flush()
 
     def show_progress(self):
-        """Show the progress: on a terminal as a line that changes, elsewhere once per start."""
+        """
+        Show the progress: on a terminal as one updated line, elsewhere a line per start of trials.
+        """
         numbers = {one.trial.number for one in self.running}
         if not self.bar.disable:
             line = one_line(self.progress(numbers))
@@ -563,7 +567,7 @@ class Sweep:
             self.shown |= numbers
 
     def progress(self, numbers):
-        """Return a line: the numbers of the trials that run, the best so far, the time left."""
+        """Return a line: the numbers of the running trials, the best so far, the time left."""
         plural = "s" if len(numbers) > 1 else ""
         parts = [f"trial{plural} {', '.join(map(str, sorted(numbers)))} of {self.limit}"]
         if best := self.best():
@@ -573,7 +577,7 @@ class Sweep:
         return ", ".join(parts)
 
     def seconds_left(self):
-        """Return the seconds until the last trial ends, by the mean of those that have ended."""
+        """Estimate the seconds until the last trial ends from the mean of those that have ended."""
         taken = [trial.seconds for trial in self.trials if trial.status in ENDED]
         if not taken:
             return None
@@ -584,7 +588,7 @@ class Sweep:
         return max([(sum(left) + waiting) / parallel, *left])
 
     def ranked(self):
-        """Return the trials, the best first, those that did not finish last."""
+        """Return the trials, the best first; unfinished ones are at the end."""
         def key(trial):
             has_none = trial.value is None
             return ORDER.index(trial.status), has_none, 0 if has_none else self.sign * trial.value
@@ -601,7 +605,7 @@ class Sweep:
         return {name: value for name, value in trial.values.items() if varies(self.content, name)}
 
     def measured(self, value):
-        """Return a value of the metric with its unit, or else its name."""
+        """Return a value of the metric with its unit, or with its name if it has no unit."""
         unit = compare.NAMES.get(self.metric, ("", ""))[1]
         return f"{compare.text(value)} {unit}" if unit else f"{self.metric} {compare.text(value)}"
 
@@ -674,7 +678,7 @@ class Sweep:
                         self.goal == "minimize")
 
     def command(self, trial):
-        """Return the command that repeats a trial, in a folder of its own beside the sweep's."""
+        """Return the command that repeats a trial, in a separate folder beside the sweep's."""
         values = trial.values | {"out_dir": f"{self.folder}-best"}
         if self.knobs and values["init_from"] == "auto":  # its default
             del values["init_from"]
@@ -682,7 +686,7 @@ class Sweep:
         if words[:2] == ["/usr/bin/env", sys.executable]:
             words = words[1:]
         shown = {sys.executable: "python"}
-        with contextlib.suppress(ValueError):  # the command may name a program by itself
+        with contextlib.suppress(ValueError):  # the command may start another program
             shown[str(program(self.content))] = os.path.relpath(program(self.content))
         words = redact([shown.get(word, word) for word in words])
         variables = [f"{name}={shlex.quote(value)}" for name, value in redact(environment).items()]
@@ -721,7 +725,7 @@ class Sweep:
 # ---- words and files -----------------------------------------------------------------------------
 
 def short(value):
-    """Return a setting for a line, a float with four digits."""
+    """Return a setting as text, a float with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -740,7 +744,7 @@ def mark_pruned(folders, why):
     for folder in folders:
         found = read_json(folder / "result.json", MAX_JSON, {})
         if found.get("ended_by") == "signal":
-            with contextlib.suppress(OSError):  # a full disk; the ledger has it, too
+            with contextlib.suppress(OSError):  # a full disk; the ledger records it, too
                 text = dumps(found | {"ended_by": "pruned", "why": why}, indent=1)
                 write_atomic(folder / "result.json", text + "\n")
 

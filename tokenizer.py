@@ -160,7 +160,7 @@ class Tokenizer:
         return [self.bos_id] * bos + self._encode(without_surrogates(text)) + [self.eos_id] * eos
 
     def encode_inside(self, text):
-        """Return the ids of a text inside another: without the space that is put before a text."""
+        """Return the ids of a part of a text, without the space that is put before a whole text."""
         return self._encode(without_surrogates(text))
 
     def with_control(self, names, path="the vocabulary"):
@@ -825,8 +825,8 @@ def added_tokens(tokenizer):
     return found
 
 
-# Puts a space before a text, but not after a control token in it; nor before a space, which only
-# differs from sentencepiece at the beginning of a text.
+# Puts a space before a text, but neither after a control token in it nor before another space. The
+# latter differs from sentencepiece only at the beginning of a text.
 FIRST_SPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 
 

@@ -8,7 +8,7 @@ Track the metrics of a training, and of any other program.
     --pattern=REGEX    more metrics: the numbers that its named groups match, as in
                        'BLEU (?P<bleu>[0-9.]+)'; may be given several times
     --wandb_log=False  don't track in Weights & Biases
-    --name=, --project=  of the run in Weights & Biases
+    --name=, --project=  name and project of the run in Weights & Biases
 
 Every run writes log.jsonl in its out folder, a row per logged step. With wandb_log=True the same
 rows, texts and models go to Weights & Biases: online if there is a key and the server can be
@@ -26,7 +26,7 @@ import signal
 import sys
 from pathlib import Path
 
-from configurator import BOOLS, fail, needs_posix  # first: it explains missing packages
+from configurator import BOOLS, fail, needs_posix  # first: it reports missing packages
 
 from engine import untrusted
 from engine.streams import ignore_closed_pipe, outlast, tell

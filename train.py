@@ -5,7 +5,7 @@ Train a Llama from scratch.
     python train.py --data=my.txt --wandb_log=True  your own text, tracked in W&B, with or
                                                     without an account
     python train.py config/stories15M.py            a preset; --key=value after it overrides
-    python train.py out/my/config.json --seed=2     a run again, here with another seed
+    python train.py out/my/config.json --seed=2     repeat a run, here with another seed
     torchrun --nproc_per_node=4 train.py ...        many GPUs
 
 The settings are the globals below; the loop is at the end.
@@ -18,10 +18,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from configurator import configure, fail  # before torch: it explains packages that are missing
+from configurator import configure, fail  # before torch: it reports missing packages
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: to search it for garbage takes 0.2 s
+    gc.disable()  # until the imports are done: garbage collections during them take 0.2 s
 if "OMP_WAIT_POLICY" not in os.environ:
     # An idle OpenMP thread spins this many rounds before it sleeps; importing torch reads the
     # number. Without spinning a step is slower, and endless spinning is slow on cores that other
@@ -60,32 +60,33 @@ from optim import (LossScale, SpikeDetector, check_optimizer, learning_rate_at, 
 from track import Tracker, source_version, start_tracking
 
 # ---- output
-out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; auto: out/ and the
-                            # name of the data
+out_dir = "auto"            # folder for checkpoints, log.jsonl and model.gguf; auto: out/<data>,
+                            # after the name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # tokens of the validation split in an evaluation, in units of 1024;
-                            # 0: all; of the training split a quarter of that, see eval_limits
+eval_iters = 50             # tokens of the validation split that an evaluation reads, in units of
+                            # 1024; 0: all. Of the training split it reads a quarter of that, see
+                            # costs.eval_limits
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
-early_stop = 0              # after this many evaluations in a row without a new best loss, go back
-                            # to the best weights and end after some last steps; 0: never
+early_stop = 0              # after this many evaluations in a row without a new best loss, return
+                            # to the best weights and end after a few final steps; 0: never
 always_save_checkpoint = False  # keep every checkpoint instead of the newest and the best
-init_from = "auto"          # auto: resume out_dir's run, else start; force: the same, even if
-                            # batch, data, seed or context have changed; scratch; resume; or the
-                            # path of a model to fine-tune
+init_from = "auto"          # auto: resume the run in out_dir if there is one, else start; force:
+                            # the same, even if batch, data, seed or context have changed; scratch;
+                            # resume; or the path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
                             # the data. 0: no budget, but 5 minutes (20 on a GPU) for a new model
                             # on data other than stories, unless depth, max_iters or max_minutes
                             # is set
-max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
-                            # end; 0: no limit
-checks = "all"              # checks before the first step: all, none, some (future,leak), or all
-                            # but some (-leak). Without the check files, files that can't be read as
-                            # text are skipped and counted; without export, a model that no model
-                            # file can hold is trained
+max_minutes = 0.0           # save and stop after this many minutes, with the learning rate decayed
+                            # to its final value; 0: no limit
+checks = "all"              # checks before the first step: all, none, a list (future,leak), or all
+                            # except a list (-leak). -files also skips and counts files that can't
+                            # be read as text; -export also allows a model that no model file can
+                            # hold
 sample_prompt = "auto"      # prompts that the model continues at every evaluation, separated by |;
                             # auto: the beginning of a line of the validation text
-json = False                # print the result as the last line: what result.json holds
+json = False                # print the content of result.json as the last line
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server
 wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
@@ -115,40 +116,39 @@ max_text_bytes = 0          # max bytes of text to train on, as evenly spaced st
 val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
 column = "text"             # name of the text field in .jsonl, .csv, .tsv and .parquet; with
                             # "text", "story" is found too
-cache = "cache"             # folder of prepared data; several machines need one that all of them
-                            # see
+cache = "cache"             # folder for prepared data; runs on several machines need a shared one
 # ---- model
-depth = 0                   # derive sizes, batch, rate and steps from this one number; 0: use the
-                            # settings below
+depth = 0                   # derive model size, batch size, learning rate and steps from this
+                            # number; 0: use the settings below
 dim = 64                    # model width
 n_layers = 2                # number of blocks
 n_heads = 2                 # number of query heads
 n_kv_heads = 0              # number of key/value heads; 0: as many as n_heads
-hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up to a multiple of
+hidden_dim = 0              # width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of
                             # multiple_of
 multiple_of = 32            # the hidden width is rounded up to a multiple of this
 max_seq_len = 192           # context, in tokens
-first_seq_len = 0           # context of the first steps, in tokens: shorter is faster; it doubles
-                            # until it is max_seq_len for the last tenth of the run; 0: max_seq_len
-                            # throughout
+first_seq_len = 0           # context of the first steps, in tokens: shorter is faster. It is
+                            # doubled until it reaches max_seq_len for the last tenth of the run; 0:
+                            # max_seq_len throughout
 dropout = 0.0               # dropout probability after the embeddings and in each residual
                             # branch; 0 for large data, 0.1 for many epochs
 document_mask = True        # attention sees only its own document; False is faster with long
                             # contexts
 tie_embeddings = True       # the classifier shares the embedding's weights
-bigram_start = False        # begin embedding and classifier of a new model from counts of pairs of
-                            # tokens, so that it knows what follows each token before the first
-                            # step; needs tie_embeddings=False
-rope_theta = 10000.0        # base of the rotary positions
+bigram_start = False        # initialize embedding and classifier of a new model from bigram counts,
+                            # so that it predicts the next token from the current one even before
+                            # the first step; needs tie_embeddings=False
+rope_theta = 10000.0        # base of the rotary position embedding
 qkv_bias = False            # biases for queries, keys and values, as in Qwen2
 lora_rank = 0               # freeze the weights of init_from and train LoRA adapters of this rank
-                            # beside its matrices, with alpha 16, and AdamW unless optimizer is
+                            # for its matrices, with alpha 16, and with AdamW unless optimizer is
                             # given; 0: train all weights
 lora_targets = "all"        # matrices with an adapter: all of the blocks, or some of wq,wk,wv,wo,
                             # w1,w2,w3, also as q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,
                             # up_proj
 # ---- optimization
-batch_size = 6              # sequences per forward pass; 0: the most that fit into memory
+batch_size = 6              # sequences per forward pass; 0: as many as fit into memory
 gradient_accumulation_steps = 1  # forward passes per step, over all processes: a step has
                                  # batch_size times this many sequences
 max_iters = 3000            # number of steps
@@ -160,51 +160,52 @@ embedding_lr_scale = 1.0    # learning rate of embedding and classifier, as a mu
 weight_decay = 0.1          # weight decay of the matrices
 momentum = 0.95             # momentum of Muon
 beta1 = 0.9                 # AdamW: decay of the mean of gradients
-beta2 = 0.95                # AdamW: decay of the mean of squared gradients; 0.999 for a vocabulary
-                            # most of whose tokens are rare
+beta2 = 0.95                # AdamW: decay of the mean of squared gradients; 0.999 if most tokens of
+                            # the vocabulary are rare
 grad_clip = 1.0             # max norm of the gradient; 0: no limit
 schedule = "linear"         # learning rate after warm-up. linear: constant, then linear decay over
                             # the last decay_fraction of the steps; or cosine; or constant
-decay_fraction = 0.6        # part of the steps in which the linear schedule decays
+decay_fraction = 0.6        # fraction of the steps over which the linear schedule decays
 warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # learning rate at the end of the schedule
-weight_average = 0.0        # evaluate, save and export a running average of the weights, over about
-                            # this fraction of the steps so far, instead of the last weights; for a
-                            # text that is read many times; 0: none
-embedding_noise = 0.0       # fine-tuning: standard deviation of noise that is added to the
-                            # embedding before the first step; it tells words apart that the base
-                            # model took for one another
-teacher = ""                # distillation: learn the predictions of these models, for the text and
-                            # for text that they write; paths separated by commas, or a folder that
-                            # --seeds has made. auto: train three with other seeds first, in
-                            # out/<data>-teachers. ngrams: learn what n-grams of the text predict
+weight_average = 0.0        # evaluate, save and export a running average of the weights over about
+                            # this fraction of the steps so far, instead of the last weights; for
+                            # training over many epochs; 0: off
+embedding_noise = 0.0       # fine-tuning: standard deviation of the noise added to the embedding
+                            # before the first step; it separates words that the base model treats
+                            # alike
+teacher = ""                # distillation: learn the predictions of these models, on the text and
+                            # on text that they generate; paths separated by commas, or a folder
+                            # made by --seeds. auto: first train three teachers with other seeds, in
+                            # out/<data>-teachers. ngrams: learn the predictions of n-gram counts of
+                            # the text
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
-dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bf32 (float32, but factors of
-                            # products are rounded to bfloat16; auto on CPUs with AMX where faster),
-                            # bfloat16, float16 (auto on V100 and T4)
-peak_tflops = 0.0           # peak that mfu refers to, per device; 0: from its data sheet, or
-                            # measured by a matrix product
+dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bf32 (float32, but inputs of
+                            # matrix products are rounded to bfloat16; auto on CPUs with AMX where
+                            # faster), bfloat16, float16 (auto on V100 and T4)
+peak_tflops = 0.0           # peak TFLOPS per device, the reference for mfu; 0: from its data sheet,
+                            # or measured with a matrix product
 fsdp = False                # split weights and optimizer over the processes (FSDP2) instead of
                             # copying them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
-cuda_graphs = False         # with compile, on one GPU: replay forward and backward pass from
-                            # recordings; for models so small that a GPU waits for Python
-activation_checkpointing = False  # keep only the input of each block and recompute its inside for
-                                  # the gradients: less memory
+cuda_graphs = False         # with compile, on one GPU: replay forward and backward pass as CUDA
+                            # graphs; for models so small that the GPU waits for Python
+activation_checkpointing = False  # keep only the input of each block and recompute the rest in the
+                                  # backward pass: less memory
 supervise = False           # restart this program from its last checkpoint when it crashes
-spike_z = 6.0               # skip a step whose loss or gradient norm is this many deviations above
-                            # the usual; 0: never
-deterministic = False       # on a GPU: the same bits every time, with slower kernels
+spike_z = 6.0               # skip a step whose loss or gradient norm exceeds its running mean by
+                            # this many standard deviations; 0: never
+deterministic = False       # on a GPU: bitwise reproducible results, with slower kernels
 seed = 1337                 # seed of initialization, data order and dropout
-seeds = 1                   # train so many runs one after the other, with this seed and those after
-                            # it, each in a folder of its own in out_dir; then print mean and
+seeds = 1                   # number of runs to train one after the other, with this seed and the
+                            # following ones, each in its own folder in out_dir; then print mean and
                             # standard deviation
 # ---- before a training
 overfit = 0                 # overfit this many windows, and report PASS or FAIL
 dry_run = False             # run everything for 3 steps in a temporary folder
-lr_find = False             # find a learning_rate: a ramp, then four rates over 100 steps each; a
-                            # table and a picture
+lr_find = False             # find a learning_rate: a ramp, then four rates for 100 steps each;
+                            # prints a table, draws a picture
 profile = False             # profile 5 steps: a table of where the time goes, and a trace
 
 # How to build a short trial training. Trials measure the speed for the plan, and find the largest
@@ -226,8 +227,8 @@ def train_step(t, step, x, y, spike_detector, update_norms, context=0):
     # Every process has the same number of micro-batches.
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
     places = t.dataset.places(step) if t.teachers else None
-    # Targets of a process on average: each micro-batch has its share of them as weight in the loss,
-    # which is then the mean over all targets of the global batch.
+    # Mean number of targets per process. Each micro-batch's loss is weighted by its share of them,
+    # so that the mean over processes is the mean over all targets of the global batch.
     targets = distributed.total((y >= 0).sum().item()) / distributed.world
     grouped_queries = 0 < n_kv_heads < n_heads
     packed = document_mask and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
@@ -252,12 +253,12 @@ def train_step(t, step, x, y, spike_detector, update_norms, context=0):
             with span("backward"):  # outside autocast, which would downcast the float32 reductions
                 (loss * t.opt.scale.factor).backward()
         if cuda_graphs and i == 0:
-            own_gradients(t.model)  # the next replay overwrites those that a replay leaves
+            own_gradients(t.model)  # the next replay overwrites the gradients of this one
         total += loss.detach()
     with span("clipping"):
         grads = [p.grad for p in t.model.parameters() if p.grad is not None]
         scaled_norm = torch.nn.utils.get_total_norm(grads)
-    norm = distributed.unshard(scaled_norm) / t.opt.scale.factor  # over all processes' slices
+    norm = distributed.unshard(scaled_norm) / t.opt.scale.factor  # over the slices of all processes
     loss = distributed.mean(total)
     read = distributed.read_async(torch.stack((loss, norm)))
     with span("clipping"):
@@ -270,7 +271,7 @@ def train_step(t, step, x, y, spike_detector, update_norms, context=0):
     elif taken:
         t.opt.step()
     if t.opt.scale.wanted:
-        t.opt.scale.update(read()[1])  # has arrived
+        t.opt.scale.update(read()[1])  # no wait: read above
     t.opt.zero_grad()
     return loss, norm, taken
 
@@ -303,7 +304,7 @@ def evaluate(t):
 def assess(t):
     """
     Evaluate. Return a row: losses in nats per token, "bpb/val" in bits per byte of text, samples,
-    and what the instruments read.
+    and the metrics of the instruments.
     """
     t.opt.show_averages()
     losses = evaluate(t)
@@ -323,7 +324,7 @@ def assess(t):
 
 
 def assess_at_stop(t):
-    """Evaluate as `assess`; another Ctrl-C skips it."""
+    """Evaluate as `assess` does; another Ctrl-C skips the evaluation."""
     try:
         return assess(t)
     except KeyboardInterrupt:
@@ -335,10 +336,10 @@ def assess_at_stop(t):
 
 def save(t, writer, metric, unlogged=()):
     """
-    Begin to write a checkpoint, and model.gguf when this step is the best so far, while training
-    goes on. metric: the validation loss, inf where it was not measured; unlogged: the row of this
-    step if it is not logged yet, which a resumed run logs first. A disk that fails costs a warning,
-    and the next save tries again. Each sharded process writes its slices.
+    Start writing a checkpoint in the background, and model.gguf if this step is the best so far.
+    metric: the validation loss, inf if it was not measured; unlogged: the row of this step if it is
+    not logged yet, which a resumed run logs first. If the disk fails, warn; the next save tries
+    again. If the model is sharded, each process writes its slices.
     """
     t.opt.show_averages()
     sharded = distributed.is_sharded(t.model)
@@ -403,7 +404,7 @@ def conclude(t, tracker, row):
         if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif t.exports and exported_step(last):  # an earlier session's, which is out of date now
+        elif t.exports and exported_step(last):  # of an earlier session, out of date now
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
@@ -436,9 +437,9 @@ def conclude(t, tracker, row):
 
 def check_export(args, model, tokenizer, chat):
     """
-    End the program if model files can't hold this model. Return whether this training writes them:
-    not if a parameter has no name in them and --checks=-export allows that.
-    chat: GGUF's metadata about chats, {key: value}.
+    End the program if model files can't hold this model. Return whether this training writes model
+    files: False if they have no name for a parameter and --checks=-export allows that. chat: GGUF's
+    metadata about chats, {key: value}.
     """
     refuse_unexportable(args, tokenizer, {ITER: max_iters} | chat)
     is_sharded = distributed.is_sharded(model)
@@ -469,7 +470,7 @@ def main(config, steps=math.inf):
     globals().update(config.as_dict())
 
     # ---- data ------------------------------------------------------------------------------------
-    sequences = batch_size * gradient_accumulation_steps  # of a step, over all processes
+    sequences = batch_size * gradient_accumulation_steps  # per step, over all processes
     dataset = Dataset.of(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
                          distributed.world, pinned=device.type == "cuda")
     if not eval_only:
@@ -512,7 +513,7 @@ def main(config, steps=math.inf):
     opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)
     if compile:
-        how = "reduce-overhead" if cuda_graphs else None  # torch.compile's name of CUDA graphs
+        how = "reduce-overhead" if cuda_graphs else None  # torch.compile's name for CUDA graphs
         network = torch.compile(network, mode=how)
         if cuda_graphs:
             opt.compile(mode=how)
@@ -534,7 +535,7 @@ def main(config, steps=math.inf):
         distributed.on_master(result.repeat, t)
         return t, code
 
-    # ---- before the first step: what it will take, and the checks --------------------------------
+    # ---- before the first step: the record of the settings, and the checks -----------------------
     derived = costs.describe(config, args, dataset, setup, estimate)
     derived |= source_version() | {"data_files": source_files(data, cache, column)}
     if not found.resuming:
@@ -589,11 +590,11 @@ def train(t, steps=math.inf):
         state["clock"] = clock | {"seconds": seconds}
         epoch = t.dataset.epochs(state["sequences"])
         row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
-        n_coordinates = len(row)  # a row that gets no other entries is not logged
+        n_coordinates = len(row)  # a row with only these entries is not logged
 
         with stopwatch.paused():
-            # At the first step: tables of the data. After resuming, if the last session was ended
-            # before it could log the row of its stop: that row, with an evaluation if one is due.
+            # At the first step: tables of the data. After resuming, if the last session ended
+            # before it logged its last row: that row, with an evaluation if one is due.
             if step == 0:
                 row |= data_rows(t.dataset) | yardsticks.metrics(record)
             unlogged = state.pop("row", {})
@@ -610,8 +611,8 @@ def train(t, steps=math.inf):
             if stop:
                 save(t, writer, math.inf, row)
 
-            # Every eval_interval steps, and at a stop: losses over fixed documents, samples, looks
-            # into the model.
+            # Every eval_interval steps, and at a stop: losses over fixed documents, samples, probes
+            # of the model.
             due = (step % eval_interval == 0 or is_last) and (step == 0 or is_new or unlogged)
             if due or stop:
                 row |= (assess_at_stop if stop else assess)(t)
@@ -625,7 +626,7 @@ def train(t, steps=math.inf):
                 tracker.log(row)
                 show(row, bar)
 
-            # After an evaluation, and when asked: a checkpoint.
+            # After an evaluation, or on request: a checkpoint.
             if (is_new or unlogged) and ("loss/val" in row or save_now):
                 save(t, writer, row.get("loss/val", math.inf))
 
@@ -643,7 +644,7 @@ def train(t, steps=math.inf):
 
         # One step.
         # The rate follows the steps or the clock, whichever is further ahead.
-        spent = seconds / clock["end"]  # part of the time budget
+        spent = seconds / clock["end"]  # fraction of the time budget
         last_by_clock = progress.last_by_clock(state, spent, anew=step == first_step)
         rate = learning_rate_at(config, step, last_step, step / last_by_clock)
         opt.set_rate(rate)
@@ -697,8 +698,8 @@ def start(config):
         return main(config)[1]
     if distributed.world > 1:
         fail("--supervise=True is for one process; torchrun has --max-restarts")
-    # With init_from=scratch, find_start sets the old run aside: once, here. The supervised starts,
-    # the first and later ones, then get --init_from=auto.
+    # With init_from=scratch, find_start sets the old run aside. Do this only once, here: all
+    # supervised starts then get --init_from=auto.
     resume.find_start(config)
     run_folder.release()
     more = ["--init_from=auto"] if config.init_from == "scratch" else []
@@ -706,7 +707,7 @@ def start(config):
 
 
 if __name__ == "__main__":
-    gc.freeze()  # later searches for garbage leave out what is imported
+    gc.freeze()  # later garbage collections skip the imported objects
     gc.enable()
     config = configure(globals(), positional="data", common=(
         "data", "out_dir", "minutes", "depth", "max_iters", "batch_size", "learning_rate",

@@ -5,11 +5,11 @@ Measure the speed of ./run with several texts at once, and of llama.cpp's llama-
     python bench/batches.py --shapes=15M --formats=q8_0 --batched_bench=PATH/llama-batched-bench
     python bench/batches.py --show=True             print the table of all results so far
 
-The programs take turns, and read the same file. Each sample is one process, in which every text has
-a prompt of its own and then decodes tokens, all texts together. Both programs decode from a cache
-that is nearly empty, because llama-batched-bench is asked for a prompt of one token again. ./run
-samples each token greedily, llama-batched-bench samples none. A ratio is ours / theirs, of the
-medians.
+The programs take turns, and read the same file. Each sample is one process, which evaluates a
+separate prompt for each text and then decodes all texts together. Both programs decode from a
+nearly empty cache: for decoding, llama-batched-bench runs again with prompts of one token. ./run
+samples each token greedily, llama-batched-bench does not sample. A ratio is our median speed
+divided by theirs.
 """
 import itertools
 import json
@@ -27,9 +27,9 @@ from bench.run import call, processor, read_anew
 from configurator import configure, fail
 
 shapes = "15M,110M"                   # shapes of bench/models.py, separated by commas
-formats = "f32,bf16,q8_0,q4_k_m"      # its formats of GGUF, separated by commas
-texts = "1,4,16,64"                   # numbers of texts at once, separated by commas
-threads = 0                           # threads; 0: one for each core that may be used
+formats = "f32,bf16,q8_0,q4_k_m"      # GGUF formats of bench/models.py, separated by commas
+texts = "1,4,16,64"                   # numbers of concurrent texts, separated by commas
+threads = 0                           # number of threads; 0: one for each available core
 samples = 5                           # samples of each program
 tokens = 32                           # tokens of each prompt, and tokens decoded for each text
 models = "cache/bench"                # folder of the models; missing ones are written
@@ -62,7 +62,7 @@ class BatchedBench(NamedTuple):
         command = [self.binary, "-m", path, "-t", n_threads, "-npl", n_texts,
                    "-npp", f"{tokens},1", "-ntg", tokens, "-c", 2 * tokens * n_texts,
                    "--output-format", "jsonl"]
-        lines = "\n".join(call(command, n_threads)).splitlines()  # of stdout and stderr
+        lines = "\n".join(call(command, n_threads)).splitlines()  # stdout and stderr
         found = {row["pp"]: row for row in map(json.loads, filter(is_object, lines))}
         if not {tokens, 1} <= found.keys():
             fail(f"{' '.join(map(str, command))}: expected lines of JSON for prompts of {tokens} "
@@ -71,7 +71,7 @@ class BatchedBench(NamedTuple):
 
 
 def is_object(line):
-    """Return whether a line of output looks like an object of JSON."""
+    """Return whether a line of output looks like a JSON object."""
     return line.startswith("{") and line.endswith("}")
 
 
@@ -118,8 +118,8 @@ def row(key, found):
 
 def prepare(folder, shape, form):
     """
-    Return the path of the model of this shape and format in the folder. Write it if it is missing,
-    and read it into the page cache.
+    Return the path of the model with this shape and format in the folder. Write it if it is
+    missing, and read it into the page cache.
     """
     path = Path(folder, shape, f"{form}.gguf")
     if not path.exists():

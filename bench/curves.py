@@ -1,12 +1,12 @@
 """
-Plot a metric of several runs: its course over training, or its final value over a setting. Runs
-with the same values of --by, such as seeds, share a color.
+Plot a metric of several runs: its course over training, or its final value against a setting. Runs
+with the same values of the --by settings, such as runs that differ in the seed, share a color.
 
     python bench/curves.py out/a out/b --by=optimizer --png=curves.png           loss over tokens
     python bench/curves.py out/d* --over=flops --by=depth --png=depth.png        over training FLOPs
     python bench/curves.py out/v* --over=vocab_size --metric=bpb/val --png=v.png  final values
 
-compare.py describes what a run is. Training FLOPs are those of the forward and backward passes: the
+compare.py defines what a run is. Training FLOPs are those of the forward and backward passes: the
 model's flops_per_token times the number of tokens.
 """
 import statistics
@@ -18,8 +18,8 @@ import compare
 from configurator import configure, fail
 
 metric = "loss/val"  # loss/val, bpb/val or any other metric in the log
-over = "tokens"      # x axis: tokens, flops, iter; or a setting, to plot final values over
-by = ""              # settings or model arguments, joined by +: same values, same color
+over = "tokens"      # x axis: tokens, flops, iter; or a setting, to plot final values against it
+by = ""              # settings or model arguments, joined by +; equal values share a color
 least = 0.0          # bottom of the y axis, such as the data's entropy; 0: auto
 most = 0.0           # top of the y axis; 0: auto
 log = False          # logarithmic y axis

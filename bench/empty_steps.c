@@ -2,9 +2,10 @@
 //   cc -O3 -I runtime/cpu -DPOOL='"PATH/thread_pool.c"' bench/empty_steps.c -pthread
 //   empty_steps THREADS LISTS
 //
-// Prints nanoseconds of a step in lists of 100 steps: the 10th percentile and the median of the
-// lists. On a machine with other load, the median tells how a worker fares that waits for a core.
-#define _DEFAULT_SOURCE 1 // POSIX beside C11
+// Runs lists of 100 steps and computes the mean time of a step in each list. Prints the 10th
+// percentile and the median over the lists, in nanoseconds. On a machine with other load, the
+// median includes the time in which workers wait for a core.
+#define _DEFAULT_SOURCE 1 // POSIX in addition to C11
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,7 +40,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n_threads; i++) pool.workers[i].pool = &pool;
     llamac_thread_pool_start(&pool, n_threads);
     pool.n_steps = STEPS;
-    // two items of about a microsecond per worker, such as those of the smallest shared steps
+    // two items of about a microsecond per worker, as in the smallest steps that workers share
     for (int s = 0; s < STEPS; s++)
         pool.steps[s] = (Step){do_nothing, 2 * n_threads, 20000, {0}};
     for (int i = 0; i < lists; i++) {

@@ -1,13 +1,14 @@
 """
-Compare the memory and the time that train.py predicts before its first step with the measured ones,
-for ten runs in sequence.
+Compare the memory and the time that train.py predicts before its first step with measurements, for
+ten runs in sequence.
 
     python bench/foretold.py                 print predicted, measured, difference in percent
     python bench/foretold.py --seconds=60    use longer runs
 
 Each row first trains 8 steps. The speed that train.py predicts there determines how many steps the
-measured run needs for `seconds`. Memory is the peak of the process (perf/peak_mib of its log). Time
-is measured from the line that predicts it to the last line, including evaluations and checkpoints.
+measured run needs for `seconds`. Memory is the peak of the process (perf/peak_mib in its log). Time
+is measured from the output line with the predicted time to the last line, including evaluations and
+checkpoints.
 """
 import json
 import random
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
-seconds = 30  # approximate time of a run
+seconds = 30  # approximate duration of a run in seconds
 only = ""     # numbers of the rows to run, separated by commas; empty: all
 
 SMALL = "--data=words.txt --vocab_source=byte"
@@ -48,7 +49,7 @@ ROWS = [
 
 
 def write_words(path):
-    """Write 2 MB of invented words, frequent and rare: enough for a vocabulary of 8192."""
+    """Write 2 MB of invented frequent and rare words, enough for a vocabulary of 8192 tokens."""
     rng = random.Random(1)
     syllables = []
     for consonant in "bcdfghjklmnprstvwz":

@@ -35,15 +35,15 @@ nanogpt = ""                      # folder of a nanoGPT checkout to measure too;
 
 # {shape: formats of its files}
 FORMATS = {"15M": ["f32", "bf16", "q8_0", "q4_0"], "1.1B": ["bf16", "q8_0", "q4_0"]}
-# the same of the step `mixtures`, which decodes op by op
+# the same for the step `mixtures`; these formats are decoded op by op
 MIXTURES = {"1.1B": ["q4_k_m", "q5_k_m", "q6_k"]}
 # options of bench/train.py
 TRAINING = ["config/stories110M.py", "--batch_size=16", "--max_seq_len=1024", "--dtype=bfloat16",
             "--compile=True", "--threads=0"]
-# longer than a tile of the kernels that read prompts
+# longer than a tile of the kernels that evaluate prompts
 PROMPT = ("abc once upon a time there was a little model that had to read a prompt of some length, "
           "longer than a tile. ") * 3
-START = time.monotonic()  # seconds
+START = time.monotonic()  # start time in seconds
 found = {}  # results: {step: {name: value}}
 
 
@@ -103,12 +103,12 @@ def machine():
 
 
 # {name: nvcc's options}: builds of ./runcuda that differ in one feature, to measure its effect
-VARIANTS = {"ops": "-DFUSED=0",    # without the fused kernel that computes a whole token
-            "many": "-DWARPS=11"}  # with more warps per block
+VARIANTS = {"ops": "-DFUSED=0",    # no fused kernel that computes a whole token
+            "many": "-DWARPS=11"}  # more warps per block
 
-# the same of the step `decode`: variants of the fused kernel; the slower ones are to be removed
+# the same for the step `decode`: variants of the fused kernel; TODO: remove the slower ones
 DECODE_VARIANTS = {"carried": "-DCARRIED=1",  # barriers that carry their data
-                   # blocks share a head beyond 32 positions, instead of 256
+                   # several blocks share a head beyond 32 positions instead of 256
                    "split": "-DSPLIT_POSITIONS=32",
                    "both": "-DCARRIED=1 -DSPLIT_POSITIONS=32"}
 
@@ -193,7 +193,7 @@ def text():
     """
     Compare the bytes of generated texts with the CPU's.
 
-    Each text has 256 tokens: a greedy one per format, and one drawn with a temperature.
+    Each text has 256 tokens. There is a greedy one per format, and one sampled with a temperature.
     """
     out = {}
     for form in FORMATS["15M"]:
@@ -232,33 +232,34 @@ def copy_bandwidth():
     return {"gb_per_s": round(2 * x.numel() / ms / 1e6, 1)}
 
 
-# What a token takes in one kernel besides reading its weights, in microseconds: sampled on an H200
-# with 1.1B in bfloat16 (doc/lab/gpu.md). It does not change with the type of the weights.
-BARRIER = 2.4    # a barrier of the grid: 1.2, and as much until the last block is there
+# Costs of a token in the fused kernel besides reading the weights, in microseconds. They were found
+# by sampling on an H200 with 1.1B in bfloat16 (doc/lab/gpu.md) and do not depend on the type of the
+# weights.
+BARRIER = 2.4    # a grid barrier: 1.2, and 1.2 until the last block arrives
 ATTENTION = 4.0  # attention of a layer
-LOAD = 0.8       # the load of what a product multiplies
-# Predicted, not measured. At a counted barrier, five trips between a multiprocessor and the L2
-# cache follow each other: the store of the data, its acknowledgement (the fence), the atomic, on
-# average half a round trip until the next poll of the counter, and the counter's way back. So one
-# trip is 1.2 / 5 microseconds. The load of the data then is two more. With barriers that carry
-# their data there are three: the store, half a round trip until the next poll, and the data's way
-# back.
+LOAD = 0.8       # load of the input of a matrix product
+# Predicted, not measured. A barrier with a counter takes five trips between a multiprocessor and
+# the L2 cache, one after another: the store of the data, its acknowledgement (the fence), the
+# atomic, on average half a round trip until the next poll of the counter, and the counter's way
+# back. So one trip takes 1.2 / 5 microseconds. Loading the data then takes two more trips. A
+# barrier that carries its data takes three: the store, half a round trip until the next poll, and
+# the data's way back.
 TRIP = 1.2 / 5
 
 
 def foretell(n_layers, weight_bytes, gb_per_s, carried=False):
     """
-    Return {part: microseconds} that a token should take in one kernel, which reads `weight_bytes`
-    at `gb_per_s`, meets at five barriers a layer and multiplies four matrices a layer.
+    Predict the time of a token in the fused kernel, as {part: microseconds}. The kernel reads
+    `weight_bytes` at `gb_per_s`, and has five barriers and four matrix products per layer.
 
-    carried: predict the time with barriers that carry their data. Only the last one is counted.
+    carried: assume barriers that carry their data, except the last one, which has a counter.
     """
     meetings, loads = 5 * n_layers, 4 * n_layers + 1
     parts = {"bytes": weight_bytes / gb_per_s / 1e3, "barriers": BARRIER * (meetings + 1),
              "attention": ATTENTION * n_layers, "loads": LOAD * loads}
     if carried:
         parts["barriers"] -= 2 * TRIP * meetings
-        parts["loads"] -= 2 * TRIP * (loads - 1)  # the first load is that of the embedding
+        parts["loads"] -= 2 * TRIP * (loads - 1)  # the first load reads the embedding
     return parts
 
 
@@ -267,8 +268,8 @@ def speed(shape, program="./runcuda", formats=None):
     Run --bench with each format.
 
     Return {format: {name: value}}. share_of_copy is the bandwidth of decoding, relative to that of
-    the step `copy`. Of FORMATS, token_us is the time of a token, and foretold_us what `foretell`
-    expects of it.
+    the step `copy`. Unless `formats` is given, token_us is the time of a token in microseconds, and
+    foretold_us the time that `foretell` predicts.
     """
     from bench.models import SHAPES
     out = {}
@@ -291,7 +292,7 @@ def speed(shape, program="./runcuda", formats=None):
 
 
 def mixtures():
-    """Run --bench with 1.1B in K-quants, which tokens op by op read."""
+    """Run --bench with 1.1B in K-quants, which are decoded op by op."""
     return speed("1.1B", formats=MIXTURES["1.1B"])
 
 
@@ -324,16 +325,16 @@ def variants():
     return out
 
 
-# {name: nvcc's options}: ways of the weights of prompts to the tensor cores
+# {name: nvcc's options}: how weights reach the tensor cores when a prompt is evaluated
 PROMPT_VARIANTS = {"default": "",                 # through registers, one step ahead
-                   "stores": "-DSTORES_FIRST=1",  # the same, but no load waits for another
-                   "raw": "-DRAW_STAGES=4"}       # copied as they are, three steps ahead
+                   "stores": "-DSTORES_FIRST=1",  # the same, but no load waits for another load
+                   "raw": "-DRAW_STAGES=4"}       # copied without conversion, three steps ahead
 PROMPT_TOKENS = [128, 512]
 PROMPT_ROUNDS = 2
 
 
 def build_prompts():
-    """Compile the PROMPT_VARIANTS: of ./runcuda for each of PROMPT_TOKENS, and of the ops."""
+    """Compile PROMPT_VARIANTS of ./runcuda, for each of PROMPT_TOKENS, and of the tests of ops."""
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     folder = Path("cache/bench/prompts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -364,8 +365,8 @@ def prompts():
     """
     Check the ops of the PROMPT_VARIANTS, then time prompts of 128 and 512 tokens in turns.
 
-    Return {"shape form tokens": {variant: tokens/s}}: medians over the rounds, in each of which all
-    variants run one after another, in the opposite order every second time.
+    Return {"shape form tokens": {variant: tokens/s}}, medians over the rounds. In each round all
+    variants run one after another; every second round reverses their order.
     """
     folder = build_prompts()
     for name in PROMPT_VARIANTS:
@@ -390,9 +391,9 @@ def decode():
     """
     Compare DECODE_VARIANTS of the fused kernel with ./runcuda at 15M and 1.1B, in turns.
 
-    Return {shape and format: {program: microseconds of a token}}: medians of three turns of all
-    programs, then the foretold time, and the one predicted of barriers that carry their data. The
-    variants' results are compared with the CPU's first.
+    Return {"shape form": {program: microseconds of a token}}: medians of three turns of all
+    programs, then the times that `foretell` predicts without and with barriers that carry their
+    data. First, the results of the variant `both` are compared with the CPU's.
     """
     from bench.models import SHAPES
     lines = call("cache/bench/cuda_ops-both", 9).decode().splitlines()
@@ -492,7 +493,7 @@ def beside():
     return train_in_turns(*TRAINING, "--hf=True", "--variants=True", f"--nanogpt={nanogpt}")
 
 
-# What a small model may gain from: ours first without, then with each.
+# Optimizations that may speed up a small model: ours without them first, then with them.
 SMALL = ["ours, compiled", "ours, graphs, compiled", "ours, packed, compiled",
          "ours, packed, graphs, compiled", "ours, half, compiled", "ours, half, graphs, compiled",
          "ours, joined, compiled", "ours, muon, compiled", "ours, compiled muon, compiled",
@@ -501,9 +502,9 @@ SMALL = ["ours, compiled", "ours, graphs, compiled", "ours, packed, compiled",
 
 def graphs(shape, batch):
     """
-    Measure training with CUDA graphs and what else may help a small model, beside nanoGPT.
+    Measure training with CUDA graphs and other optimizations for small models, beside nanoGPT.
 
-    batch: (sequences, tokens of each).
+    batch: (sequences, tokens per sequence).
     """
     names = SMALL + ["nanoGPT, compiled", "nanoGPT, graphs, compiled"] * bool(nanogpt)
     return train_in_turns(f"config/stories{shape}.py", f"--batch_size={batch[0]}",
@@ -513,8 +514,8 @@ def graphs(shape, batch):
 
 def train_in_turns(*options):
     """
-    Run bench/train.py with these options, 10 steps a turn. Return {program: {name: value}}; "over
-    ours" is a speed relative to ours, compiled.
+    Run bench/train.py with these options, 10 steps per turn. Return {program: {name: value}}; "over
+    ours" is the speed relative to "ours, compiled".
     """
     file = Path("cache/bench/train.json")
     call(sys.executable, "bench/train.py", *options, "--together=True", "--steps=10",
@@ -544,12 +545,12 @@ def profile():
 
 def attention():
     """
-    Measure attention, forward and backward, with each of PyTorch's kernels in ms.
+    Measure the milliseconds of attention, forward and backward, with each of PyTorch's kernels.
 
     The shape is that of a training step of stories110M. "as chosen" is PyTorch's own choice.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    shape = 16, 12, 1024, 64  # (batch, heads, tokens, numbers of a head)
+    shape = 16, 12, 1024, 64  # (batch, heads, tokens, head dimension)
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for _ in range(3))
 
@@ -615,13 +616,13 @@ STEPS = [("machine", machine, 5),
          ("sampling", sampling, 10),
          ("tests", tests, 60)]
 
-# steps that read the files of bench/models.py
+# steps that read the model files of bench/models.py
 NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "batches", "mixtures", "decode",
                "variants", "prompts", "sampling"}
 
 
 def show_plan():
-    """Print the steps with their expected seconds; mark with a + those that exceed `seconds`."""
+    """Print the steps with their expected seconds; mark with a + those beyond the time budget."""
     total = 0
     for name, step, expected in STEPS:
         total += expected
@@ -633,7 +634,7 @@ def show_plan():
 
 
 def format_value(value):
-    """Return a step's results as text: each nested dict has a line, integers have commas."""
+    """Return a step's results as text, with a line per nested dict and commas in integers."""
     if isinstance(value, dict):
         parts = []
         for name, item in value.items():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds, checks and measures all that runs on a GPU, in under nine minutes and without a network:
+# Builds, checks and measures the GPU code, as far as nine minutes allow, without a network:
 #   bench/gpu.sh --results=gpu.json
-# Needs nvcc and a python3 with torch; bench/gpu.py says what it does, and has the settings.
+# Needs nvcc and a python3 with torch; bench/gpu.py describes the steps and has the settings.
 set -eu
 cd "$(dirname "$0")/.."
 nvidia-smi -L >/dev/null || { echo "bench/gpu.sh: no GPU here" >&2; exit 1; }

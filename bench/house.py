@@ -1,12 +1,12 @@
 """
-Measure the size of the program: tokens of each room, functions of more than six parameters, the
-longest function, #undef.
+Measure the size of the program: tokens in each folder, functions with more than six parameters, the
+longest function, #undef directives.
 
     python bench/house.py            # this checkout
     python bench/house.py COMMIT...  # beside earlier commits
 
-Tokens of Python are those of its tokenizer, without comments, docstrings, newlines and indents; of
-C, CUDA, JavaScript, CSS and HTML those of a simple lexer, without comments. Tests, benchmarks and
+Python is counted with its own tokenizer, without comments, docstrings, newlines and indents; C,
+CUDA, JavaScript, CSS and HTML with a simple lexer, without comments. Tests, benchmarks and
 documents do not count. Functions of C are found by a regular expression, which also matches one or
 two macros.
 """
@@ -28,7 +28,7 @@ ENDS = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css", ".html")
 SKIPPED = {getattr(tokenize, name)
            for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "ENCODING")}
 COMMENT_OR_TOKEN = re.compile(
-    r"/\*.*?\*/|<!--.*?-->|(?<!:)//[^\n]*"                   # comments, which have no group
+    r"/\*.*?\*/|<!--.*?-->|(?<!:)//[^\n]*"                   # comments, outside the group
     r"|(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`"  # strings
     r"|[\w$.]+|<<=|>>=|[-+*/%&|^!=<>]=|&&|\|\||\+\+|--|->|=>|<<|>>|::|[^\s\w])", re.S)
 BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ?")
@@ -73,7 +73,7 @@ def count_tokens(name, text):
 
 
 def functions(name, text):
-    """Return [(lines, name, number of parameters)] of a file's functions, nested ones too."""
+    """Return [(lines, name, number of parameters)] of a file's functions, including nested ones."""
     found = []
     if name.endswith(".py"):
         for node in ast.walk(ast.parse(text)):
@@ -89,7 +89,7 @@ def functions(name, text):
 
 
 def measure(commit):
-    """Return {row of the table: figure} of a commit."""
+    """Return ({folder or file: tokens}, {other row of the table: figure}) of a commit."""
     rooms, languages = collections.Counter(), collections.Counter()
     found, undefined = [], 0
     for name, text in sources(commit).items():

@@ -68,7 +68,7 @@ def measure(command):
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         fail(done.stderr.strip())
-    return int(done.stdout) / 1024, time.perf_counter() - start  # Linux has ru_maxrss in KiB
+    return int(done.stdout) / 1024, time.perf_counter() - start  # ru_maxrss is in KiB on Linux
 
 
 def main():

@@ -1,13 +1,13 @@
 """
-Measure what --lookup of ./run changes in the speed of texts that repeat themselves and of others.
+Measure how --lookup of ./run changes the speed of texts that repeat themselves and of others.
 
     python bench/lookup.py
     python bench/lookup.py --shapes=110M --formats=q8_0 --tokens=512
 
 The models have random weights. Their greedy texts repeat themselves. In the other texts, each token
-is one of the three most likely at random, so pairs of tokens occur again, but what follows them is
-another token. The runs with and without --lookup take turns. A ratio is the speed with --lookup /
-without, of the medians.
+is drawn at random from the three likeliest, so pairs of tokens recur, but with different tokens
+after them. Runs with and without --lookup take turns. The ratio is the median speed with --lookup
+divided by the median speed without.
 """
 import itertools
 import os
@@ -23,9 +23,9 @@ from bench.run import call
 from configurator import configure, fail
 
 shapes = "15M,110M"         # shapes of bench/models.py, separated by commas
-formats = "f32,q8_0"        # its formats of GGUF, separated by commas
-threads = 0                 # threads; 0: one for each core that may be used
-samples = 5                 # samples with and without
+formats = "f32,q8_0"        # GGUF formats of bench/models.py, separated by commas
+threads = 0                 # number of threads; 0: one for each available core
+samples = 5                 # samples with --lookup, and as many without
 tokens = 256                # tokens of a text
 models = "cache/bench"      # folder of the models; missing ones are written
 run = "./run"               # path of our program
@@ -34,7 +34,7 @@ TEXTS = {"repeats": ("-t", 0), "does not": ("-t", 100, "-k", 3)}  # {title in th
 
 
 def speed(path, n_threads, flags):
-    """Return (tokens/s, right guesses, guesses) of a text."""
+    """Generate a text. Return (tokens/s, right guesses, guesses)."""
     command = [os.path.expanduser(run), path, "-i", "a b c", "-n", tokens, "-s", 1,
                "-j", n_threads, *flags]
     stderr = call(command, n_threads)[1]

@@ -39,8 +39,8 @@ SHAPES = {"the defaults": "", "stories15M, 8 x 256": f"{STORIES} --batch_size=8"
 
 
 def take_steps(train_step, t):
-    """Take the steps of a Training t, and do nothing else that the training loop does."""
-    accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector
+    """Take the steps of a Training t, without the rest of the training loop."""
+    accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # replaces the spike detector
     update_norms = UpdateNorms(t.model)  # it measures nothing unless `wanted` is set
     for step in range(steps):
         x, y = t.dataset.batch(step)
@@ -49,8 +49,8 @@ def take_steps(train_step, t):
 
 def work(words):
     """
-    Run train.py with the options `words`, as the kind in `worker`. The last line that this prints
-    is the peak memory in bytes.
+    Run train.py with the options `words`, as the kind in `worker`. The last line of the output is
+    the peak memory in bytes.
     """
     import train
     t, _ = train.main(configure(vars(train), argv=words), steps=0)  # set up and check

@@ -26,8 +26,8 @@ from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
 shapes = "15M,42M,110M,1.1B"          # names in SHAPES, separated by commas
-formats = "f32,bf16,q8_0,q4_0,v0,v2"  # types of GGUF, and v0 (float32) and v2 (int8 in groups) of
-                                      # llama2.c, separated by commas
+formats = "f32,bf16,q8_0,q4_0,v0,v2"  # GGUF types, and llama2.c's v0 (float32) and v2 (int8 in
+                                      # groups), separated by commas
 context = 1024                        # context in tokens; use another folder for another context
 models = "cache/bench"                # folder for the models
 

@@ -12,8 +12,8 @@ decay over the number of steps that fit the time budget. Shorter runs are timed 
 number. The result of both is the smallest validation loss; each loss is a mean over 20 batches.
 
 The result of a run is that of its best checkpoint, which is evaluated again after training with
-EVAL_ITERS. Two workers of one thread each let two runs share the machine all the time, so runs with
-the chosen sizes are as slow as those of the search. A drawn vocabulary size of 0 stands for bytes.
+EVAL_ITERS. Two workers with one thread each keep two runs on the machine at all times, so runs with
+the chosen sizes are as slow as those of the search. A drawn vocabulary size of 0 means bytes.
 """
 import concurrent.futures
 import itertools
@@ -43,7 +43,7 @@ threads = 1              # CPU threads per run
 out_dir = "out/own_text"  # folder of the runs; existing runs are not repeated
 seed = 1                 # random seed of the draws
 nanogpt = ""             # folder of nanoGPT
-litgpt = ""              # a Python that has litgpt
+litgpt = ""              # path of a Python that has litgpt
 
 ROOT = Path(__file__).resolve().parents[1]
 EVAL_ITERS = 40          # eval_iters of the final evaluation, in units of 1024 tokens
@@ -57,8 +57,8 @@ class Result(typing.NamedTuple):
     """The result of a run. Results sort by `best` first."""
     best: float       # bits per byte of the best checkpoint; inf if the run failed
     last: float       # bits per byte of the last checkpoint; inf if the run failed
-    seconds: float    # time of the training
-    n_params: int     # parameters of the model
+    seconds: float    # training time
+    n_params: int     # number of parameters
     description: str  # settings, or the last line of the error
 
 
@@ -104,7 +104,7 @@ def train(text, name, words):
 
 
 def describe(run):
-    """Return the settings and the length of a run, as a line."""
+    """Return the settings and the length of a run as one line of text."""
     config, metrics = run.config, run.metrics
     return (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, "
             f"{config['batch_size']} x {config['max_seq_len']}, "
@@ -127,8 +127,8 @@ def evaluate(command, folder, name, eval_iters=EVAL_ITERS):
 
 def in_time(run, interval):
     """
-    Return run(steps), which is (bits per byte, seconds), for as many steps as fit the time budget
-    at the speed of two shorter runs. The steps are a multiple of `interval` if that many fit.
+    Return run(steps), a pair (bits per byte, seconds), for the number of steps that fits the time
+    budget, estimated from two shorter runs. It is a multiple of `interval` if that many steps fit.
     """
     run(interval)  # warm-up: fills the page cache
     _, short = run(interval)
@@ -171,7 +171,7 @@ def train_nanogpt(folder, text):
 def measure_litgpt(text):
     """
     Return (bits per byte, seconds) of litgpt's pretrain on a text, in the time budget, which
-    includes its preparation of the text.
+    includes the preparation of the text.
     """
     def run(steps):
         start = time.perf_counter()

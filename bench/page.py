@@ -7,8 +7,8 @@ and watched, in turns.
 
 A reader makes the requests of a browser that shows one run: it receives the live events, and
 fetches the run's details and two curves every ten seconds. The browser's drawing is not measured,
-because it may happen on another machine. Each pair prints the training's speed watched divided by
-its speed alone (at 0.99 the training keeps 99 % of its speed), and the CPU seconds that the page
+because it may happen on another machine. For each pair, the program prints the ratio of the speeds
+watched and alone (at 0.99 the training keeps 99 % of its speed), and the CPU seconds that the page
 uses per minute. The machine must be idle otherwise.
 """
 import http.client
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 class Watched:
     """
-    Context manager that runs page.py and a reader of one run while its block runs.
+    Context manager that runs page.py and a reader of one run for the duration of its block.
 
     folder: the working directory of page.py, whose subfolder "out" has the runs. run: path of the
     watched run, relative to `folder`. After the block, `events` is the number of live events about
@@ -114,7 +114,7 @@ def main():
         (folder / "out").mkdir()
         train(folder, "first")  # warm-up: prepares the data
         for n in range(rounds):
-            # Alternate which of the two comes first: a drift of the machine's speed averages out.
+            # Alternate which of the two runs first, to average out drifts of the machine's speed.
             alone = None if n % 2 else train(folder, f"alone{n}")
             with Watched(folder, f"out/watched{n}") as watched:
                 beside = train(folder, f"watched{n}")

@@ -1,5 +1,5 @@
 """
-Compare run with llama.cpp on the same GGUF files: perplexity and the likeliest next tokens.
+Compare llamac with llama.cpp on the same GGUF files: perplexity and the likeliest next tokens.
 
     python bench/perplexity.py out/my/model.gguf --text=text.txt --llama_cpp=llama.cpp/build/bin \\
         --quantize=Q4_K_M,Q6_K

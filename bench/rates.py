@@ -1,7 +1,7 @@
 """
-Test whether the range that --lr_find suggests contains the best learning rate. A grid of eight
-rates is trained, each to the end of its schedule, and the final validation losses are compared, for
-Muon and for AdamW.
+Test whether the range that --lr_find suggests contains the best learning rate, for Muon and for
+AdamW. Runs with eight learning rates are trained to the end of their schedules, and their final
+validation losses are compared.
 
     python bench/rates.py [--texts=stories:3000,input.txt] [--steps=400] [--out=out/rates]
 

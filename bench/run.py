@@ -6,8 +6,8 @@ Measure the speed of ./run on this machine, and of other programs if the options
     python bench/run.py --show=True                  print the table of all results so far
 
 The programs take turns, so that other load on the machine affects all of them; the result is the
-ratio of the medians. Each sample is one process: it reads a prompt of 128 tokens, then decodes some
-tokens from an empty cache, both after a warm-up. The first token is timed separately, from the
+ratio of the medians. Each sample is one process: it evaluates a prompt of 128 tokens, then decodes
+some tokens from an empty cache, both after a warm-up. The first token is timed separately, from the
 start of a process to its end, including the time to load the model; llama-bench skips the tokenizer
 there. Peers read the same weights: llama.cpp reads the same file, llama2.c reads the v0 or v2 file
 in the same folder.
@@ -34,7 +34,7 @@ formats = "f32,bf16,q8_0,q4_0,v0,v2"  # formats of bench/models.py, separated by
 threads = "1,all"                     # numbers of threads, separated by commas
 samples = 5                           # samples of each program
 starts = 5                            # measurements of each first token; 0: skip them
-tokens = 0                            # tokens decoded per sample; 0: DECODED of the shape
+tokens = 0                            # tokens decoded per sample; 0: the shape's number in DECODED
 models = "cache/bench"                # folder of the models; missing ones are written
 results = "cache/bench/results.json"  # all results; a repeated measurement replaces the old
 show = False                          # print all results instead of measuring
@@ -47,9 +47,9 @@ llama2c = ""                          # path of llama2.c's run, measured on one 
 llama2c_omp = ""                      # path of llama2.c's run with OpenMP, for more threads
 runq = ""                             # path of llama2.c's runq with OpenMP
 
-PROMPT = 128          # tokens
+PROMPT = 128          # prompt tokens
 LARGE_PAGE = 2 << 20  # bytes
-DECODED = {"15M": 128, "42M": 128, "110M": 64, "1.1B": 16}  # tokens: samples of about a second
+DECODED = {"15M": 128, "42M": 128, "110M": 64, "1.1B": 16}  # tokens, for samples of about a second
 # {key in the results: title in the table}
 COLUMNS = {"prompt": "prompt, tok/s",
            "decode": "decode, tok/s",
@@ -89,7 +89,7 @@ def process(command, n_threads):
     milliseconds = 1000 * (time.perf_counter() - begin)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        call(command, n_threads)  # run it again, to end this program with the message
+        call(command, n_threads)  # run it again, to end this program with its error message
     return milliseconds, used.ru_maxrss / 1024
 
 
@@ -214,7 +214,7 @@ def measure(path, form, n_threads, n):
 
 
 def ratio(found, column):
-    """Return how many times better ours is than the best peer, or None without a peer."""
+    """Return the factor by which ours is better than the best peer; None without a peer."""
     ours = found["llamac"].get(column)
     peers = [row[column] for name, row in found.items() if name != "llamac" and column in row]
     if not ours or not peers:
@@ -223,7 +223,7 @@ def ratio(found, column):
 
 
 def number(value):
-    """Return a value in three digits, or as a whole number from 100 on."""
+    """Return a value as text with three digits, or as a whole number from 100 on."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 10:
@@ -257,8 +257,8 @@ def forms_read(form):
 
 def prepare(shape, form):
     """
-    Return the path of the model of this shape and format. Write it and the files that peers read
-    instead if they are missing, and read all of them into the page cache.
+    Return the path of the model with this shape and format. Write it and the files that peers read
+    instead, if they are missing, and read all of them into the page cache.
     """
     folder, forms = Path(models, shape), forms_read(form)
     missing = [f for f in forms if not list(folder.glob(f"{f}.*"))]

@@ -24,8 +24,8 @@ from engine.formats.layout import interleaved_to_halves, tensors
 from model import ModelArgs, Transformer
 from optim import OptimizerConfig, make_optimizer
 
-steps = 200           # of each run
-seeds = "1,2,3"       # separated by commas; three runs for each
+steps = 200           # training steps of each run
+seeds = "1,2,3"       # random seeds, separated by commas; three runs for each
 dim = 256             # width of the model
 n_layers = 2          # number of blocks
 n_heads = 4           # number of attention heads

@@ -1,12 +1,12 @@
 """
 Predict the memory and the traffic of each process in distributed training, from the model's number
-of parameters. The output is the tables of doc/lab/scaling.md.
+of parameters. Prints the tables of doc/lab/scaling.md.
 
     python bench/scaling.py                             shapes 15M to 70B on 8 and 64 processes
     unshare -rn python bench/scaling.py --measure=True  compare with a measurement (Linux)
 
 The measurement trains a small shape with two processes. It counts the bytes through the loopback
-device of a separate network namespace, and the growth of resident memory.
+device in a separate network namespace, and measures the growth of resident memory.
 """
 import os
 import subprocess
@@ -25,7 +25,7 @@ from optim import Muon, OptimizerConfig, make_optimizer
 
 processes = "8,64"          # numbers of processes, separated by commas; prints tables for each
 measure = False             # train a small shape with two processes and compare
-rank_of = ""                # internal, a process of --measure: "ddp" or "fsdp", then the optimizer
+rank_of = ""                # internal, set by --measure: "ddp" or "fsdp", then the optimizer
 
 LLAMA3 = dict(n_kv_heads=8, vocab_size=128256)
 SHAPES = {  # 15M and 110M are llama2.c's; the others are Llama 3's
@@ -43,8 +43,8 @@ SEQUENCES = 2
 
 def count(shape):
     """
-    Return four numbers of parameters: of the model, of one block, of the matrices that Muon
-    updates, and of the matrices that Muon orthogonalizes at a time.
+    Return four parameter counts: of the model, of one block, of the matrices that Muon updates, and
+    of the matrices that Muon orthogonalizes at the same time.
     """
     with torch.device("meta"):
         model = Transformer(ModelArgs(**shape))
@@ -83,10 +83,10 @@ def predict(shape, world, sharded, optimizer):
         passing = 0
         sent = ring * 4 * 2 * n
     if optimizer == "muon":
-        # The iteration needs about four copies of the matrices that it orthogonalizes at a time.
+        # The iteration needs about four copies of the matrices that it orthogonalizes together.
         passing = max(passing, 4 * 4 * at_once)
         if sharded:
-            sent += ring * 4 * matrices  # gathers whole matrices
+            sent += ring * 4 * matrices  # Muon gathers whole matrices
     return {
         "weights": 4 * n * part,
         "gradients": 4 * n * part,
@@ -176,7 +176,7 @@ def compare():
     print("| | optimizer | held, predicted | measured | | sent in a step, predicted | measured | |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    # With this threshold free() returns memory to the system at once.
+    # With this threshold, free() returns memory to the system immediately.
     env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for kind in ("ddp", "fsdp"):

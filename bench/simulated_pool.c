@@ -2,15 +2,16 @@
 //   cc -O2 -I runtime/cpu -DPOOL='"PATH/thread_pool.c"' bench/simulated_pool.c
 //   simulated_pool THREADS ITEMS ITEM_NS SLOW SLOWNESS SPREAD_NS
 //
-// Each worker is a coroutine with a clock of its own; the one whose clock is lowest runs until its
-// next access to an atomic variable. So the result is the same on every machine. The model of
-// memory: a line is in one cache that has written it or in several that have read it; other
-// accesses take MOVE_NS and count as a move, and a line moves to one core at a time. A write to a
-// line that others have read takes as long, and counts as an invalidation.
+// Each worker is a coroutine with its own clock; the worker with the lowest clock runs until its
+// next access to an atomic variable. So the result is the same on every machine. The memory model:
+// a line is in the cache of the core that has written it, or of several cores that have read it.
+// Accesses from other cores take MOVE_NS and count as a move, and a line moves to one core at a
+// time. If the writer and others have the line, a write takes as long, and counts as an
+// invalidation.
 //
-// Prints moves and invalidations of one step, and its time in nanoseconds beyond that of an ideal
-// division of the items. The first SLOW workers take SLOWNESS times as long for an item. Before
-// each step, the workers are late by up to SPREAD_NS, by a fixed sequence of random numbers.
+// Prints the moves and invalidations per step, and how many nanoseconds longer a step takes than
+// with an ideal division of the items. The first SLOW workers take SLOWNESS times as long for an
+// item. Before each step, each worker is late by up to SPREAD_NS, by a fixed random sequence.
 #define _GNU_SOURCE 1 // ucontext
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -27,9 +28,9 @@ enum {
     STACK = 1 << 16,
     STEPS = 200,
     WARM_UP = 20,  // first steps, which are not counted
-    HIT_NS = 4,    // access to a line in the own cache
-    MOVE_NS = 70,  // and to one of another core
-    READ_NS = 10,  // between two cores that read a line that no core has written meanwhile
+    HIT_NS = 4,    // access to a line in the worker's own cache
+    MOVE_NS = 70,  // access to a line of another core
+    READ_NS = 10,  // interval between reads of a line by two cores, if no core writes it
     PAUSE_NS = 20,
     CLOCK_NS = 15,
 };
@@ -53,8 +54,8 @@ static Line *line_at(const volatile void *p) {
     return &lines[n_lines++];
 }
 
-// Accounts for one access of the running worker. sharers: caches that hold the line; owner: the one
-// that has written it since, or -1.
+// Accounts for one access of the running worker. line->sharers: bits of the caches that hold the
+// line; line->owner: the worker that made the latest access, if that was a write, otherwise -1.
 static int touch(const volatile void *p, bool writes) {
     let_others_run();
     Line *line = line_at(p);
@@ -81,7 +82,7 @@ static int yield_simulated(void) { return 0; }
 static int create_simulated(void) { return 0; }
 static double seconds_simulated;
 
-// The atomic operations and calls of thread_pool.c become those of the simulation.
+// Replace the atomic operations and calls of thread_pool.c by those of the simulation.
 #undef atomic_load
 #undef atomic_store
 #undef atomic_fetch_add
@@ -111,7 +112,7 @@ double llamac_seconds(void) { return seconds_simulated += 1e-5; }
 static int item_ns, n_slow, spread_ns;
 static double slowness, started[STEPS], latest_end;
 
-// A Task whose items take time, and nothing else.
+// A Task whose items only take time.
 static void spend(Worker *self, const void *args, int begin, int end) {
     int me = (int)(self - self->pool->workers);
     (void)args;

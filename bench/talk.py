@@ -1,11 +1,12 @@
 """
-Measure the page's models over HTTP: tokens per second and latency of one client and of many.
+Measure the page's model server over HTTP: tokens per second and latency with one client and with
+many.
 
     python bench/models.py --shapes=15M --formats=f32,q8_0
     python bench/talk.py cache/bench/15M/q8_0.gguf
 
 The clients and the server are two processes on the same cores. Every text is streamed. The numbers
-of clients take turns, so that other programs slow all of them alike.
+of clients are measured in turns, so that other programs slow all of them alike.
 """
 import http.client
 import json
@@ -21,11 +22,11 @@ sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
 model = ""           # model file
-clients = "1,16,64"  # numbers of clients at once, separated by commas; the first is compared with
-max_tokens = 100     # tokens of each text
-samples = 5          # measurements; the table has their medians
+clients = "1,16,64"  # numbers of concurrent clients, separated by commas; ratios refer to the first
+max_tokens = 100     # max tokens of each text
+samples = 5          # measurements of each number of clients; the table has their medians
 prompt = "Once upon a time"
-server = ""          # folder of another version that serves, to compare; empty: this one
+server = ""          # checkout whose server is measured, to compare versions; empty: this one
 
 SERVE = """
 import sys
@@ -39,7 +40,7 @@ served.serve_forever()
 
 
 def ask(port, token, n):
-    """Stream text number n. Return (tokens, [seconds until each event of the stream])."""
+    """Stream text number n. Return (number of tokens, [seconds until each event of the stream])."""
     body = {"model": "m", "prompt": f"{prompt} {n}", "max_tokens": max_tokens, "seed": n + 1,
             "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
@@ -57,8 +58,8 @@ def ask(port, token, n):
 
 def measure(port, token, n_clients):
     """
-    Return (tokens/s of all, median seconds to the first token, those of the slowest client, longest
-    time between two tokens of the median client) of clients at once.
+    Measure n_clients concurrent clients. Return (tokens/s of all clients, median and max seconds to
+    the first token, median over the clients of the longest pause between two events in seconds).
     """
     found = []
     threads = [threading.Thread(target=lambda n=n: found.append(ask(port, token, n)))
@@ -82,7 +83,7 @@ def main():
     process = subprocess.Popen(command, cwd=server or ROOT, stdout=subprocess.PIPE, text=True)
     try:
         port, token = process.stdout.readline().split()
-        ask(int(port), token, 0)  # opens the model
+        ask(int(port), token, 0)  # warm-up: opens the model
         rows = {int(n): [] for n in clients.split(",")}
         for _ in range(samples):
             for n, found in rows.items():

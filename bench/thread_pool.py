@@ -5,8 +5,8 @@ Compare the thread pool of an earlier commit with that of the working tree.
 
 Prints three tables. The first two come from bench/simulated_pool.c, which runs both pools on
 simulated cores, so they are the same on every machine: how often cache lines move in one step, and
-the time of a step beyond that of an ideal division of the work if some cores are slow. The third is
-measured on this machine with bench/empty_steps.c, in turns: the time of a step without work.
+how much longer a step takes than with an ideal division of the work if some cores are slow. The
+third is measured on this machine with bench/empty_steps.c, in turns: the time of an empty step.
 """
 import subprocess
 import sys
@@ -17,25 +17,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure
 
-before = "e315804"                # commit of the pool to compare with
-folder = "cache/bench/pool"       # folder for the programs
-threads = "2"                     # threads of the measured pools, separated by commas
-pairs = 9                         # measurements of each pool; 0: only simulate
+before = "e315804"                # commit of the earlier pool
+folder = "cache/bench/pool"       # folder for the compiled programs
+threads = "2"                     # numbers of threads to measure, separated by commas
+pairs = 9                         # number of measurements of each pool; 0: only simulate
 lists = 2000                      # lists of 100 steps in each measurement
 compiler = "cc"
 
 FILES = ("thread_pool.c", "thread_pool.h")
 TEAMS = (2, 4, 8, 16, 32, 64)
-SPREAD = 200  # nanoseconds by which workers are late in the first table, at most
-# (workers, slow ones among them, how many times as long an item takes there)
+SPREAD = 200  # max delay of a worker in the first table, in nanoseconds
+# (workers, slow workers among them, factor by which an item takes longer on a slow worker)
 SLOW = ((2, 1, 1.1), (2, 1, 2), (2, 1, 3), (4, 2, 2), (8, 4, 2), (8, 4, 3), (16, 8, 2), (8, 1, 2))
-ITEMS, ITEM_NS = 16, 4000  # items per worker in the second table, and nanoseconds of an item
+ITEMS, ITEM_NS = 16, 4000  # second table: items per worker, and nanoseconds per item
 
 
 def build(source, pool, name):
     """Compile a program of bench/ with the pool in a folder, and return the program's path."""
     program = Path(folder, name)
-    # the earlier files are in a folder of their own, without kernels.h
+    # The folder of the earlier pool lacks kernels.h, so include that of the working tree.
     include = ["-I", "runtime/cpu", "-I", "runtime"]
     definition = f'-DPOOL="{Path(pool).resolve()}/thread_pool.c"'
     subprocess.run([compiler, "-std=gnu11", "-O3", *include, definition, f"bench/{source}", "-o",
@@ -45,7 +45,7 @@ def build(source, pool, name):
 
 def extract(commit):
     """Write the pool of a commit to a folder, and return the folder."""
-    # in a folder below its parent, because the files include "../os.h"
+    # Use a subfolder, because the files include "../os.h".
     target = ROOT / folder / "before" / "cpu"
     target.mkdir(parents=True, exist_ok=True)
     for name, path in [(name, f"runtime/cpu/{name}") for name in FILES] + [

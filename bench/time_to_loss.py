@@ -10,7 +10,7 @@ a baseline.
 
 The clock starts before the training's Python process and is read when an evaluation is printed, so
 imports, preparation and evaluations count. nanoGPT estimates its loss on 20 batches; ours is of the
-whole split. For both, the loss at a time is the smallest until then.
+whole split. For both, the loss at a given time is the smallest one so far.
 """
 import json
 import re
@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
 recipe = "config/shakespeare.py"  # our preset
-data = ""         # text to train on
+data = ""         # text file to train on
 options = ""      # further settings of train.py, separated by spaces
-seeds = "1"       # separated by commas, one run each
+seeds = "1"       # random seeds, separated by commas; a run for each
 goal = 1.8857     # loss to reach, in nats per character
 baseline = ""     # JSON files of this program to compare with, separated by commas
 nanogpt = ""      # folder of nanoGPT with prepared data/shakespeare_char; measures nanoGPT instead
@@ -39,7 +39,7 @@ NANOGPT = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
     "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
     "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0")
-SAID = re.compile(r"(?:val loss) ([\d.]+)")  # both programs print an evaluation in these words
+SAID = re.compile(r"(?:val loss) ([\d.]+)")  # both programs print evaluations in this format
 
 
 def run(seed, out):
@@ -73,7 +73,7 @@ def reached(curve, loss):
 
 
 def best(curve, seconds):
-    """Return the smallest loss up to a time; None if no evaluation was that early."""
+    """Return the smallest loss up to a time; None if there was no evaluation yet."""
     return min((value for at, value in curve if at <= seconds), default=None)
 
 

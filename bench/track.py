@@ -1,5 +1,5 @@
 """
-Measure the cost of tracking at the shape of config/stories15M.py, as a share of the time of
+Measure the cost of tracking at the shape of config/stories15M.py, as a fraction of the time of
 log_interval steps. There are two costs: the seconds that a logged step waits for instruments and
 tracker, and the CPU seconds of the tracker's threads and W&B's service. Evaluations and the tables
 that they log are left out: train.py does not count them as steps either.
@@ -23,7 +23,7 @@ from engine.debug.instruments import UpdateNorms
 from model import ModelArgs, Transformer
 from optim import OptimizerConfig, make_optimizer
 
-batch_size = 8         # sequences of 256 tokens in a step; the preset has 512
+batch_size = 8         # sequences of 256 tokens per step; the preset has 512
 log_interval = 20      # steps between two logged rows, as in train.py
 rows = 20              # number of rows to measure
 out_dir = "cache"      # parent of the temporary folder for the logs
@@ -96,7 +96,7 @@ def measure(folder):
     logged(0)
     steps = sorted(step() for _ in range(5))
     waited = sorted(logged(i) for i in range(1, rows + 1))
-    time.sleep(3)  # let background work finish
+    time.sleep(3)  # wait for background work to finish
     idle, since = processor_seconds(), time.perf_counter()
     # Log as many rows again without training, so that all CPU time is that of the tracker.
     for i in range(rows + 1, 2 * rows + 1):

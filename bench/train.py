@@ -51,8 +51,8 @@ compile = False     # also measure ours with torch.compile
 recompute = False   # also measure ours with activation checkpointing
 variants = False    # also measure VARIANTS of ours, compiled
 bf32 = False        # also measure each program with float32 products of bfloat16 factors (CPUs
-                    # with AMX); ours as by train.py's --dtype=bf32, others with all their products
-programs = ""       # measure these programs beside ours, separated by semicolons, and no others
+                    # with AMX): ours as with train.py's --dtype=bf32, others in all products
+programs = ""       # programs to measure beside ours, and no others; separated by semicolons
 profile = ""        # list the most expensive operations of this program, and measure nothing else
 json_file = ""      # file for the result
 worker = ""         # internal: name of the program that this process runs
@@ -136,7 +136,7 @@ def build_hf(torch_device):
 
 def joined_product(x, *linears):
     """Return the output of each of these bias-free linears for x, computed by one product."""
-    weights = [linear.weight.to(x.dtype) for linear in linears]  # autocast would join first
+    weights = [linear.weight.to(x.dtype) for linear in linears]  # autocast would concatenate first
     return torch.nn.functional.linear(x, torch.cat(weights)).split([*map(len, weights)], -1)
 
 
@@ -153,7 +153,7 @@ def joined_feed_forward(layer, x):
 
 
 def join_products(model):
-    """Let the blocks join matrices on their way to a product; the parameters stay as they are."""
+    """Make the blocks concatenate matrices for a joint product; the parameters stay separate."""
     for block in model.layers:
         attention, feed_forward = block.attention, block.feed_forward
         attention.forward = functools.partial(joined_attention, attention)
@@ -176,7 +176,7 @@ PROGRAMS = {
     "ours, half, graphs, compiled": build_ours,
     "ours, packed, graphs, compiled": build_ours,
     "ours, joined, compiled": build_ours,  # one product for wq, wk and wv, one for w1 and w3
-    "ours, muon, compiled": build_ours_muon,  # all but Muon's iterations
+    "ours, muon, compiled": build_ours_muon,  # compiled, except for Muon's iterations
     "ours, compiled muon, compiled": build_ours_muon,
     "ours, compiled muon, graphs, compiled": build_ours_muon,
     **{f"ours, {variant}, compiled": build_ours for variant in VARIANTS},
@@ -188,7 +188,7 @@ PROGRAMS = {
 }
 
 
-BF32 = ", bf32"  # end of the name of a program whose products have bfloat16 factors
+BF32 = ", bf32"  # suffix of the names of programs whose matrix products have bfloat16 factors
 
 
 # ---- in a program's own process ------------------------------------------------------------------
@@ -207,7 +207,7 @@ def make(name):
     with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the turns' results
         model, opt, loss_of, flops = PROGRAMS[name](torch_device)
     has_graphs = "graphs" in name
-    how = "reduce-overhead" if has_graphs else None  # torch.compile's name of CUDA graphs
+    how = "reduce-overhead" if has_graphs else None  # torch.compile's mode for CUDA graphs
     if "joined" in name:
         join_products(model)
     net = torch.compile(model, mode=how) if name.endswith("compiled") else model
@@ -249,8 +249,8 @@ def make(name):
 
 def work(name):
     """
-    Run a turn of `steps` steps for each line of stdin. Print its seconds, the loss of its last
-    step, the peak memory in MiB and the FLOPs per token as a line of JSON.
+    Run a turn of `steps` steps for each line of stdin. After each, print its seconds, the loss of
+    its last step, the peak memory in MiB and the FLOPs per token as a line of JSON.
     """
     step, torch_device, flops = make(name)
     for _ in sys.stdin:
@@ -386,7 +386,7 @@ def report(first, turns, peak):
 
 
 if __name__ == "__main__":
-    # The word that ends in .py is the preset, wherever it is in the command.
+    # The argument that ends in .py is the preset, at any position.
     argv = [f"--preset={word}" if word.endswith(".py") else word for word in sys.argv[1:]]
     configure(globals(), positional="preset", argv=argv)
     if threads:

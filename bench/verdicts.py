@@ -5,8 +5,9 @@ difference are known.
     python bench/verdicts.py                 40,000 pairs of groups for each row of the table
     python bench/verdicts.py --pairs=1000
 
-wrong: A/A, called different, which should be 5 %. covered: A/B, the 95 % interval has the true
-difference. found: A/B, called different.
+The last columns are shares of pairs. wrong: groups with equal means that are called different,
+which should be 5 %. covered: groups with different means whose 95 % interval contains the true
+difference. found: groups with different means that are called different.
 """
 import sys
 from pathlib import Path
@@ -17,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure
 from engine.verdict import LEVEL, interval, p_value
 
-pairs = 40_000   # simulated pairs of groups for each row
+pairs = 40_000   # simulated pairs of groups for each row of the table
 effect = 2.0     # true difference of A/B, in standard deviations of A
 seed = 0         # seed of the simulation
 
-# (runs of A and B, their standard deviations, whether they are paired by seed)
+# ((runs of A, of B), (standard deviation of A, of B), whether runs are paired by seed)
 SAME_SIZE = [((n, n), deviations, is_paired) for n in range(3, 9)
              for deviations in ((1, 1), (1, 3)) for is_paired in (True, False)]
 OTHER_SIZES = [((3, 8), deviations, False) for deviations in ((1, 1), (1, 3), (2, 1), (3, 1))]
@@ -30,9 +31,9 @@ CASES = SAME_SIZE + OTHER_SIZES
 
 def simulate(rng, pairs, case, effect):
     """
-    Return (differences of means, variances, counts) of simulated pairs of groups, as engine.verdict
-    has them. Runs of the same seed share noise that is three times as large as that of one run, if
-    the case is paired.
+    Return (differences of means, variances, counts) of simulated pairs of groups, in the format of
+    engine.verdict. In a paired case, runs of the same seed share noise whose standard deviation is
+    three times the larger one of the case.
     """
     counts, deviations, is_paired = case
     a, b = (rng.normal(0, deviation, (pairs, n)) for n, deviation in zip(counts, deviations))

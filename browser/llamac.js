@@ -21,13 +21,13 @@ const llamac = (() => {
 
   /**
    * Open a model. program: the bytes of llamac.wasm, or a WebAssembly.Module; file: the bytes of a
-   * GGUF file, as Uint8Array or ArrayBuffer. Throws an Error that says what is wrong with the file.
+   * GGUF file, as Uint8Array or ArrayBuffer. Throws an Error that describes what is wrong with it.
    */
   async function open(program, file) {
     const result = await WebAssembly.instantiate(program)  // of bytes: { instance, module }
     const c = (result.instance ?? result).exports
     if (file instanceof ArrayBuffer) file = new Uint8Array(file)
-    let turn = 0  // changed by generate and stop, which ends the generate before
+    let turn = 0  // generate and stop increase it, which ends an earlier generate
 
     /** Return a view of n bytes of the module's memory, which is valid until the memory grows. */
     const bytes = (at, n) => new Uint8Array(c.memory.buffer, at >>> 0, n)
@@ -64,15 +64,15 @@ const llamac = (() => {
     const model = {
       positions: c.positions(),  // context, in tokens
       canChat: !!c.can_chat(),   // the model has a chat template
-      tokens: 0,                 // generated for the latest text
-      speed: 0,                  // of the latest text, in generated tokens per second
+      tokens: 0,                 // number of tokens generated for the latest text
+      speed: 0,                  // generated tokens per second of the latest text
 
       stop() {
         turn++
       },
 
       /**
-       * Generate a text, and yield it in up to 30 parts per second. It ends early if generate or
+       * Generate a text, and yield it in about 30 parts per second. It ends early if generate or
        * stop is called. chat: the prompt is a user's message, and the text is the answer to it.
        * fresh: the message begins a new chat. system: system prompt of a new chat; null: the
        * default of the chat template. steps: max tokens of the answer; without chat, of prompt and
@@ -90,7 +90,7 @@ const llamac = (() => {
         const take = n => decoder.decode(bytes(c.shown(), n))
         let text = ""
         let lastYield = performance.now()  // ms
-        let firstToken = 0                 // when it was generated, ms
+        let firstToken = 0                 // time when it was generated, ms
         model.tokens = model.speed = 0
         while (!c.done() && ownTurn === turn) {
           const n = c.step()

@@ -2,9 +2,9 @@
 "use strict"
 const find = id => document.getElementById(id)
 let isReady = false  // the model is open
-let isChat = false   // the model answers messages; else it continues texts
+let isChat = false   // true: the model answers messages; false: it continues texts
 let fresh = true     // the next message begins a new chat
-let output           // the element that the text which is being generated is added to
+let output           // the element to which the generated text is added
 
 /** Return the text of a script element. Remove the element, to free its memory. */
 function take(id) {
@@ -13,7 +13,7 @@ function take(id) {
   return text
 }
 
-// A page that is a file may not load a worker from another file, but from a Blob.
+// A page that was opened as a file cannot load a worker from another file, only from a Blob.
 const script = new Blob([take("worker")], { type: "text/javascript" })
 const worker = new Worker(URL.createObjectURL(script))
 
@@ -45,7 +45,7 @@ function clear() {
   fresh = true
 }
 
-/** Scroll to the end of the page if the user was there before `change` made it longer. */
+/** Call `change`. If the page was scrolled to its end before, scroll to the new end. */
 function followEnd(change) {
   const page = document.documentElement
   const isAtEnd = innerHeight + scrollY > page.scrollHeight - 40
@@ -120,7 +120,7 @@ find("form").onsubmit = event => {
   event.preventDefault()
   generate()
 }
-// A browser shows what is wrong with a field only if it can be seen.
+// A browser shows the error of an invalid field only if the field is visible.
 find("form").addEventListener("invalid", () => find("settings").open = true, { capture: true })
 find("modes").onchange = event => setMode(event.target.value)
 find("prompt").onkeydown = event => {

@@ -1,6 +1,6 @@
-// The library as a WebAssembly module: what llamac.js calls. An instance of the module has one
-// model and generates one text at a time. `open`, `begin`, `step` and `finish` return false or -1 if
-// they fail, and `error` then returns the message. `make wasm` compiles it.
+// The library as a WebAssembly module: the functions that llamac.js calls. An instance of the
+// module has one model and generates one text at a time. `open`, `begin`, `step` and `finish`
+// return false or -1 on failure, and `error` then returns the message. `make wasm` compiles it.
 #include <stdlib.h>
 #include <string.h>
 #include "../runtime/llamac.h"
@@ -56,9 +56,9 @@ EXPORT(open) bool open_model(const void *bytes, size_t size) {
 EXPORT(positions) int positions(void) { return llamac_positions(engine); }
 EXPORT(can_chat) bool can_chat(void) { return llamac_use_template(model, NULL, &error); }
 
-// Adds n tokens to the window. If they do not fit, it keeps the latest tokens, old and new, that fill
-// half of it; they are evaluated again. The first token of the text, usually BOS, stays in front. As
-// in cli/streams.h.
+// Adds n tokens to the window, like `feed` in cli/streams.h. If they do not fit, keeps as many of
+// the latest tokens, old and new, as fill half of the window; these are evaluated again. The first
+// token of the text, usually BOS, stays in front.
 static void feed(const int *tokens, int n) {
     int capacity = llamac_positions(engine), half = capacity > 3 ? capacity / 2 : 1;
     if (n <= capacity - length) {
@@ -74,11 +74,11 @@ static void feed(const int *tokens, int n) {
     length = half, evaluated = 0;
 }
 
-// Begins to generate. Without `chat`, the text continues a prompt of n bytes. With `chat`, it answers
-// them as a user's message; the chat before is kept unless `fresh`. system: the system prompt of a
-// new chat, NULL for the default of the chat template. steps: max tokens of the answer or, without
-// `chat`, of prompt and text together, without BOS. seed: a whole number of at least 0. Returns the
-// number of tokens of the prompt or message.
+// Begins a text. Without `chat`, it continues a prompt of n bytes. With `chat`, the prompt is a
+// user's message, which the text answers; the previous chat is continued unless `fresh`. system:
+// the system prompt of a new chat; NULL: the default of the chat template. steps: max tokens of the
+// answer or, without `chat`, of prompt and text together, not counting BOS. seed: a whole number, 0
+// or more. Returns the number of tokens of the prompt or message.
 EXPORT(begin)
 int begin(const char *prompt, size_t n, bool chat, bool fresh, const char *system, int steps,
           float temperature, float topp, double seed) {
@@ -102,8 +102,8 @@ int begin(const char *prompt, size_t n, bool chat, bool fresh, const char *syste
     return text ? count : -1;
 }
 
-// Evaluates the next tokens of the window, at most PART. If all are evaluated then, samples a token.
-// Returns how many bytes the text has grown by; they are at `shown`.
+// Evaluates the next tokens of the window, at most PART. If all are then evaluated, samples a
+// token. Returns the number of bytes that were added to the text; they are at `shown`.
 EXPORT(step) int step(void) {
     size_t n = 0;
     if (pending >= 0) feed(&pending, 1);
@@ -122,8 +122,8 @@ EXPORT(step) int step(void) {
     return (int)n;
 }
 
-// Ends the text, unless the model has. Returns how many bytes had been held back, such as a part of a character; they are
-// at `shown`.
+// Ends the text, unless the model has ended it. Returns the number of bytes that had been held
+// back, such as a part of a character; they are at `shown`.
 EXPORT(finish) int finish(void) {
     size_t n = 0;
     done = true;

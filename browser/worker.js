@@ -1,5 +1,5 @@
-// The worker of the page. Its script begins with llamac.js. A message to it is { task, ... }, a
-// message from it { kind, ... }.
+// The worker of the page. Its script begins with llamac.js. A message to the worker is
+// { task, ... }, a message from it { kind, ... }.
 let model
 
 /** Return the bytes of a text in base64. */

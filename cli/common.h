@@ -1,4 +1,4 @@
-// What all parts of the program share: errors, memory, texts, printing.
+// Helpers that all parts of the program share: errors, memory, texts, printing.
 #ifndef CLI_COMMON_H
 #define CLI_COMMON_H
 
@@ -12,10 +12,9 @@
 // ----------------------------------------------------------------------------
 // Errors, memory, texts
 
-// Ends the program with the line `run: <subject>: <message>`. The subject may be a path: it keeps
-// its UTF-8, and '?' replaces only control characters. The message may quote text of the user that
-// was cut, by %.40s for example, in the middle of a UTF-8 character: '?' replaces every byte that
-// is not printable ASCII.
+// Ends the program with the line `run: <subject>: <message>`. The subject may be a path, so only
+// its control characters are replaced by '?'. The message may quote text of the user that was cut
+// within a UTF-8 character, such as by %.40s, so all bytes except printable ASCII are replaced.
 PRINTF_LIKE(2, 3) _Noreturn static void die(const char *subject, const char *format, ...) {
     char message[600];
     va_list args;
@@ -24,7 +23,7 @@ PRINTF_LIKE(2, 3) _Noreturn static void die(const char *subject, const char *for
     va_end(args);
     for (char *c = message; *c; c++)
         if (*c < ' ' || *c > '~') *c = '?';
-    char line[1 << 13]; // printed at once: a console decodes each write by itself
+    char line[1 << 13]; // printed in one write, because a console decodes each write separately
     snprintf(line, sizeof line, "run: %s", subject);
     for (char *c = line; *c; c++)
         if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
@@ -58,12 +57,12 @@ static void append(Text *text, const char *s, size_t n) {
 
 static inline void append_string(Text *text, const char *s) { append(text, s, strlen(s)); }
 
-// Bytes of stdin that are read, but not used yet: the C library's own buffer does not tell whether a
-// whole line has arrived.
+// Bytes of stdin that were read but not used yet. The C library's own buffer does not show whether
+// a whole line has arrived.
 typedef struct {
     Text bytes;
-    size_t begin;   // of the next line
-    size_t scanned; // no newline is between `begin` and here
+    size_t begin;   // start of the next line
+    size_t scanned; // the bytes from `begin` to here contain no newline
     bool ended;
 } Input;
 
@@ -131,8 +130,8 @@ static void flush(void) {
     if (fflush(stdout)) die("stdout", "%s", strerror(errno));
 }
 
-// Returns whether a terminal could take the character (UTF-8, n bytes) for a command: C0, DEL and
-// C1, except newline and tab.
+// Returns whether a terminal could interpret the character (UTF-8, n bytes) as a command: C0, DEL
+// and C1, except newline and tab.
 static bool is_control(const char *s, int n) {
     unsigned char c = s[0];
     bool c0 = n == 1 && ((c < ' ' && c != '\n' && c != '\t') || c == 127);

@@ -10,7 +10,7 @@ typedef struct {
     char error[200];
 } Json;
 
-// Writes the first error and returns false.
+// Stores the error, unless an earlier one is stored, and returns false.
 PRINTF_LIKE(2, 3) static bool refuse(Json *j, const char *format, ...) {
     if (*j->error) return false;
     va_list args;
@@ -47,7 +47,7 @@ static bool skip_word(Json *j, const char *word) {
     return true;
 }
 
-// Reads four hexadecimal digits; -1 if there are none.
+// Reads four hexadecimal digits. Returns their value, or -1 if there are fewer.
 static int read_hex(Json *j) {
     int value = 0;
     for (int i = 0; i < 4; i++, j->at++) {
@@ -70,7 +70,7 @@ static void append_utf8(Text *text, unsigned c) {
     append(text, s, n);
 }
 
-// Reads what follows \u. A surrogate without its other half becomes U+FFFD.
+// Reads the rest of a \u escape, or of a surrogate pair. An unpaired surrogate becomes U+FFFD.
 static bool read_unicode(Json *j, Text *out) {
     int c = read_hex(j);
     if (c < 0) return refuse(j, "expected 4 hexadecimal digits after \\u at byte %zu", j->at);
@@ -89,7 +89,7 @@ static bool read_unicode(Json *j, Text *out) {
     return true;
 }
 
-// Reads a string and replaces *out by it.
+// Reads a string into *out, replacing what was there.
 static bool read_string(Json *j, Text *out) {
     static const char escapes[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     out->n = 0;
@@ -112,7 +112,7 @@ static bool read_string(Json *j, Text *out) {
     return refuse(j, "a string without an end");
 }
 
-// Reads a string for use as a C string: ends it with a zero, and refuses one that holds a zero.
+// Reads a string as a C string: terminates it with a zero, and refuses a string that contains one.
 static bool read_c_string(Json *j, Text *out) {
     if (!read_string(j, out)) return false;
     append(out, "", 1);
@@ -120,7 +120,7 @@ static bool read_c_string(Json *j, Text *out) {
            || refuse(j, "a zero byte in the string that ends at byte %zu", j->at);
 }
 
-// Skips digits. Returns whether there is one at least.
+// Skips digits. Returns whether there was at least one.
 static bool skip_digits(Json *j) {
     size_t begin = j->at;
     while (j->at < j->n && j->s[j->at] >= '0' && j->s[j->at] <= '9') j->at++;
@@ -152,7 +152,7 @@ static bool read_number(Json *j, double *value) {
     return true;
 }
 
-// Appends a string in quotes. Escapes control characters, also those that only a terminal obeys.
+// Appends a string in quotes. Also escapes DEL and C1, which JSON allows, but terminals interpret.
 static void append_json(Text *out, const char *s, size_t n) {
     append(out, "\"", 1);
     for (size_t at = 0, length; at < n; at += length) {

@@ -65,9 +65,9 @@ static const char default_device[] = "cpu", devices[] = "cpu";
 #endif
 
 enum {
-    MAX_STOPS = 16, // room for the texts of --stop, the last of which stays unused
+    MAX_STOPS = 16, // array size for the texts of --stop; the last place stays unused
     MAX_AT_ONCE = 1024,
-    AT_ONCE = 16, // texts at the same time of --prompts and --jsonl without -b
+    AT_ONCE = 16, // without -b: max texts of --prompts or --jsonl that are computed together
 };
 
 typedef struct {
@@ -76,7 +76,7 @@ typedef struct {
     const char *stops[MAX_STOPS];
     int n_stops;
     double temperature, topp, topk, minp, repeat_penalty, frequency_penalty, presence_penalty;
-    double seed, steps, context, threads, at_once; // 0 where the option was not given
+    double seed, steps, context, threads, at_once; // 0: option not given; -n is 256 by default
     bool raw, no_copy, stream, tokenize, logits, verify, bench, json, jsonl, json_object, lookup;
 } Options;
 
@@ -84,11 +84,11 @@ typedef struct {
 // stored; the other two are NULL.
 typedef struct {
     const char *flag;
-    bool *on; // the option has no value
+    bool *on; // becomes true; the option has no value
     const char **text;
     double *number, min, max;
-    bool whole; // the number is a whole one
-    int *count; // how often the option was given; NULL: the last value counts
+    bool whole; // the number must be a whole number
+    int *count; // how often the option was given; NULL: the last value is used
 } Option;
 
 static Option find_option(Options *o, const char *flag) {
@@ -154,7 +154,7 @@ static void set_option(const Option *o, const char *value) {
     if (o->count && ++*o->count == MAX_STOPS) die(o->flag, "given %d times, too often", MAX_STOPS);
 }
 
-// Bits of a number in the KV cache; 0 lets the library choose.
+// Returns the bits of a number in the KV cache; 0: the library chooses.
 static int kv_bits(const char *name) {
     if (!name) return 0;
     if (!strcmp(name, "f32")) return 32;
@@ -163,7 +163,7 @@ static int kv_bits(const char *name) {
     die("--kv", "'%.40s' is no type of the KV cache, expected f32, f16 or q8", name);
 }
 
-// Checks what several options say together.
+// Checks combinations of options.
 static void check_tasks(const Options *o) {
     bool chat = !strcmp(o->mode, "chat"), has_prompt = o->prompt || o->prompt_file;
     int tasks = o->tokenize + o->logits + o->verify + o->bench + (o->perplexity != NULL);

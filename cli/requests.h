@@ -1,4 +1,4 @@
-// --jsonl: reads requests from stdin, a JSON object a line, and answers several of them at once.
+// --jsonl: reads requests from stdin, one JSON object per line, and answers several at once.
 #ifndef CLI_REQUESTS_H
 #define CLI_REQUESTS_H
 
@@ -16,13 +16,13 @@ typedef struct {
 } Message;
 
 typedef struct {
-    Text id; // as JSON, to be repeated in the answer; the text "null" if the request has none
+    Text id; // as JSON, to be repeated in the answer; the text null if the request has no id
     Text prompt;
-    Text system; // ends with a zero; s is NULL without one
+    Text system; // terminated by a zero; s is NULL if there is no system prompt
     bool has_prompt, has_stops, json_object;
     Message *messages; // (n_messages,)
     int n_messages;
-    Text stops[MAX_STOPS]; // each with a zero at its end
+    Text stops[MAX_STOPS]; // each terminated by a zero
     int n_stops;
     double max_tokens, temperature, topp, topk, minp;
     double repeat_penalty, frequency_penalty, presence_penalty, penalty_tokens, seed;
@@ -37,7 +37,7 @@ static void free_request(Request *q) {
     for (int i = 0; i < MAX_STOPS; i++) free(q->stops[i].s);
 }
 
-// Reads an id, a string or a number, and keeps its JSON.
+// Reads an id, which is a string or a number, and stores it as JSON.
 static bool read_id(Json *j, Request *q) {
     double number;
     Text text = {0};
@@ -84,7 +84,7 @@ static bool read_message(Json *j, Request *q) {
         has_content |= is_content;
     } while (ok && skip(j, ','));
     ok = ok && expect(j, '}');
-    append(&role, "", 1); // a zero at the end, also if `role` was not given or not read
+    append(&role, "", 1); // terminate it, even if `role` is missing or was not read
     bool is_system = !strcmp(role.s, "system"), is_user = !strcmp(role.s, "user");
     bool user_is_next = q->n_messages % 2 == 0;
     int index = q->n_messages + (q->system.s ? 1 : 0); // of this message in the array
@@ -175,7 +175,7 @@ static void set_fields(Field fields[N_FIELDS], Request *q) {
 }
 
 static bool read_field(Json *j, Request *q, const Field *field) {
-    if (skip_word(j, "null")) return true; // *q keeps its value, as without the field
+    if (skip_word(j, "null")) return true; // *q keeps its value, as if the field were missing
     if (field->read_value) return field->read_value(j, q);
     double value;
     if (!read_number(j, &value)) return false;
@@ -187,7 +187,7 @@ static bool read_field(Json *j, Request *q, const Field *field) {
     return true;
 }
 
-// Reads the fields of a request. Fields that are not given keep what *q has.
+// Reads the fields of a request. Missing fields keep their values in *q.
 static bool read_request(Json *j, Request *q) {
     Field fields[N_FIELDS];
     bool given[N_FIELDS] = {false}; // a field with the value null counts as given
@@ -223,7 +223,7 @@ typedef struct {
     Text id; // JSON
 } Answer;
 
-// Prints a line that answers a request: what the stream has written, or the error.
+// Prints the line that answers a request: the text of the stream, or the error.
 static void print_answer(const Text *id, const Stream *s, const char *error) {
     Text line = {0};
     char numbers[100];
@@ -292,8 +292,8 @@ static bool encode_request(const Run *r, const Request *q, const char *chat_erro
 static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat_error) {
     const llamac_sampler *defaults = &r->sampler; // of the command line
     Json json = {.s = line, .n = n};
-    // The values of fields that are not given. seed 0 means the state of the command line's
-    // sampler, penalty_tokens 0 the library's default: the command line has no option for it
+    // The values of missing fields. seed 0 means the state of the command line's sampler.
+    // penalty_tokens 0 means the library's default, since the command line has no option for it
     Request q = {.json_object = r->json_object,
                  .max_tokens = r->steps,
                  .temperature = defaults->temperature,
@@ -311,7 +311,7 @@ static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat
     bool ok = read_request(&json, &q);
     if (ok) ok = encode_request(r, &q, chat_error, &tokens, &error);
     if (ok && q.json_object) ok = use_grammar(r, &stream, (int)q.max_tokens, &error);
-    if (!ok) close_stream(r, &stream); // not yet open, but it may have got a grammar
+    if (!ok) close_stream(r, &stream); // it is not open yet, but may have a grammar
     if (!ok) print_answer(&q.id, NULL, *json.error ? json.error : error.text);
     else {
         const char *stops[MAX_STOPS];
@@ -357,7 +357,7 @@ static bool is_blank(const char *line, size_t n) {
     return true;
 }
 
-// Answers requests until the input ends and all are answered, max_active of them at once. An answer
+// Answers requests, up to max_active at once, until the input ends and all are answered. An answer
 // is printed when it is complete. `chat_error`: why the model cannot chat, or "".
 static void answer_requests(Run *r, int max_active, const char *chat_error) {
     Input *in = &r->input;

@@ -9,11 +9,11 @@
 typedef struct {
     llamac_model *model;
     llamac_info info;
-    // options.positions: the max tokens that the model may see. The engine is started for as many
-    // or, where the texts are shorter, for fewer: llamac_positions(engine)
+    // options.positions: max tokens that the model may see. The engine is started with that many
+    // positions or, if the texts are shorter, with fewer: llamac_positions(engine)
     llamac_options options;
     llamac_engine *engine;
-    llamac_sampler sampler;   // with which a stream begins
+    llamac_sampler sampler;   // the initial sampler of a stream
     const char *const *stops; // (n_stops,) strings before which a text ends
     int n_stops;
     bool raw;                 // print all bytes as they are
@@ -22,13 +22,13 @@ typedef struct {
     bool told;                // the user has been told that a window slid
     Input input;              // stdin
     const char *prompt_cache; // file with keys and values of a prompt, or NULL
-    // for evaluate
+    // Used by evaluate
     llamac_batch_token *batch; // (capacity,)
     int capacity;
     int64_t n_evaluated; // tokens of all texts so far, without wrong guesses
     double began;        // time of the first call of evaluate
     Lookup lookup;
-    llamac_grammar **grammars; // (n_grammars,) that no text uses at the moment
+    llamac_grammar **grammars; // (n_grammars,) grammars that no text uses at the moment
     int n_grammars;
 } Run;
 
@@ -37,11 +37,11 @@ typedef struct {
     llamac_sampler sampler;
     int *window;       // (llamac_positions(engine),) tokens that the model sees
     int length;        // tokens in the window
-    int evaluated;     // how many of them, from the first on, have keys and values in the cache
+    int evaluated;     // number of them, from the first on, whose keys and values are in the cache
     bool slid;         // the window has slid at least once
     int prompt_tokens; // tokens of the prompt, BOS included
     // The text that is being continued
-    llamac_text *text;       // makes text of the sampled tokens
+    llamac_text *text;       // decodes the sampled tokens
     llamac_grammar *grammar; // masks the tokens of a JSON object; NULL: the text may be anything
     int sampled, max;        // number of sampled tokens, and its limit
     int last;                // latest sampled token
@@ -49,23 +49,23 @@ typedef struct {
     // How the text ended: LLAMAC_END, LLAMAC_STOP (also if a JSON object is complete), or
     // LLAMAC_MORE if it reached its limit
     int result;
-    // What the latest batch has of the stream
+    // The tokens of the stream in the latest batch
     int at;                   // index in the batch of its latest token that is not a guess
-    int guesses[MAX_GUESSES]; // (n_guesses,) the tokens after that one
+    int guesses[MAX_GUESSES]; // (n_guesses,) guesses for the tokens after that one
     int n_guesses;
-    int max_guesses; // to try next; 0: the stream has not guessed yet
+    int max_guesses; // max guesses of the next call; 0: the stream has not guessed yet
     Text out;        // bytes that may be shown, but are not printed yet
 } Stream;
 
-// Starts the engine for sequences of up to `positions` tokens, r->options.positions at most. Dies if
-// it cannot be started.
+// Starts the engine for sequences of up to `positions` tokens, at most r->options.positions. Calls
+// `die` if it cannot be started.
 static void start_engine(Run *r, int positions) {
     llamac_options o = r->options;
     llamac_error error;
     o.positions = positions;
     r->engine = llamac_start(r->model, &o, &error);
     if (!r->engine) {
-        // The message begins with what the user may have to change
+        // The message begins with the setting that the user may have to change
         const char *subject = !strcmp(o.device, "cuda") ? "cuda" : "start";
         if (o.isa && strstr(error.text, "instruction set")) subject = "LLAMAC_ISA";
         die(subject, "%s", error.text);
@@ -95,8 +95,8 @@ static void open_copy(const Run *r, Stream *s, const Stream *from) {
     s->length = from->length, s->evaluated = from->evaluated, s->slid = from->slid;
 }
 
-// Frees all of a stream but s->out, which waits to be printed. The grammar goes to r->grammars for
-// later texts, because it takes long to create.
+// Frees a stream, except s->out, which still has to be printed. Keeps the grammar in r->grammars
+// for later texts, because creating one takes long.
 static void close_stream(Run *r, Stream *s) {
     if (s->grammar) {
         r->grammars = resize(r->grammars, r->n_grammars + 1, sizeof *r->grammars);
@@ -109,11 +109,11 @@ static void close_stream(Run *r, Stream *s) {
     s->sequence = NULL, s->text = NULL, s->window = NULL;
 }
 
-// Makes room in the window for n new tokens. Afterwards its first half holds the latest tokens of
-// the stream, old ones and then the new ones. If the new ones alone exceed the half, it holds only
-// the latest of them. If the half has two places or more, the stream's first token, usually BOS, takes the first
-// place. The half has to be evaluated again. The window slides next when the other half is full, so
-// evaluating costs about two evaluations per token, however long the text is.
+// Adds n new tokens to a window that has no room for them. Afterwards its first half contains the
+// latest tokens of the stream, the new ones last. If the new ones alone exceed the half, only the
+// latest of them are kept. The stream's first token, usually BOS, replaces the first token of the
+// half, unless the half is a single token. The half must be evaluated again. The window slides
+// again when its second half is full, so tokens are evaluated about twice on average.
 static void slide(Stream *s, int positions, const int *tokens, int n) {
     int half = positions > 3 ? positions / 2 : 1;
     int first = s->length ? s->window[0] : tokens[0];
@@ -124,8 +124,8 @@ static void slide(Stream *s, int positions, const int *tokens, int n) {
     s->length = half, s->evaluated = 0, s->slid = true;
 }
 
-// Adds n tokens to the window. If it has no room for them, it slides. Then, if they are more than
-// half a window, the model never sees those that do not fit.
+// Adds n tokens to the window, which slides if it has no room for them. If it slides and they are
+// more than half a window, the model never sees those that do not fit.
 static void feed(const Run *r, Stream *s, const int *tokens, int n) {
     int positions = llamac_positions(r->engine);
     if (n > positions - s->length) slide(s, positions, tokens, n);
@@ -149,9 +149,9 @@ static int add_guesses(Run *r, Stream *s, int count) {
     return count;
 }
 
-// Evaluates, in one batch, those tokens of n streams that have not been evaluated. With two streams
-// or more, a call evaluates at most PROMPT_PART tokens of each, so that a long prompt does not keep
-// the others waiting.
+// Evaluates, in one batch, the tokens of n streams that have not been evaluated. With two or more
+// streams, a call evaluates at most PROMPT_PART tokens of each, so that a long prompt does not
+// delay the others.
 static void evaluate(Run *r, Stream **streams, int n) {
     enum { PROMPT_PART = 256 }; // tokens
     llamac_error error;
@@ -184,8 +184,8 @@ static void evaluate(Run *r, Stream **streams, int n) {
     r->n_evaluated += count - n_guesses;
 }
 
-// Begins a text that continues the stream by `max` tokens at most, and ends before the first of the
-// stop strings (n_stops,).
+// Begins a text that continues the stream by at most `max` tokens, and ends before the first
+// occurrence of a stop string. stops: (n_stops,).
 static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_stops, int max) {
     llamac_error error;
     int previous = s->length ? s->window[s->length - 1] : -1;
@@ -196,7 +196,7 @@ static void begin_text(const Run *r, Stream *s, const char *const *stops, int n_
     s->sampled = 0, s->max = max, s->done = false;
 }
 
-// Makes the next text of a stream, of `max` tokens at most, a JSON object. Fails if the vocabulary
+// Makes the next text of a stream, of at most `max` tokens, a JSON object. Fails if the vocabulary
 // cannot spell JSON, or if no object fits into `max` tokens.
 static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
     if (!s->grammar && r->n_grammars) s->grammar = r->grammars[--r->n_grammars];
@@ -212,8 +212,8 @@ static bool use_grammar(Run *r, Stream *s, int max, llamac_error *error) {
 }
 
 // Samples the next token of the stream from the logits of token i of the latest batch. Adds it to
-// the window, unless the text is done: by a token that ends texts, such as EOS, before a stop string,
-// after s->max tokens, or as soon as its JSON object is complete.
+// the window, unless the text is done: at a token that ends texts, such as EOS, before a stop
+// string, after s->max tokens, or as soon as its JSON object is complete.
 static void sample_next(const Run *r, Stream *s, int i) {
     llamac_error error;
     const char *shown;
@@ -236,9 +236,9 @@ static void sample_next(const Run *r, Stream *s, int i) {
     }
 }
 
-// Samples the next token of a stream whose tokens are all evaluated. As long as the sampled token is
-// the guessed one, also samples the one after it. The keys and values of wrong guesses stay in
-// the sequence: the tokens of the next batch have the same positions and replace them.
+// Samples the next token of a stream whose tokens are all evaluated. As long as the sampled token
+// is the guessed one, also samples the one after it. The keys and values of wrong guesses stay in
+// the sequence until the tokens of the next batch, which have the same positions, replace them.
 static void sample_stream(Run *r, Stream *s) {
     int right = 0;
     sample_next(r, s, s->at);
@@ -252,21 +252,21 @@ static void sample_stream(Run *r, Stream *s) {
     r->n_evaluated += right;
 }
 
-// Samples for each of n streams whose tokens are all evaluated.
+// Samples for each of n streams, except those with tokens that are not evaluated yet.
 static void sample_all(Run *r, Stream **streams, int n) {
     for (int i = 0; i < n; i++)
         if (streams[i]->evaluated == streams[i]->length) sample_stream(r, streams[i]);
 }
 
-// Prints what may be shown.
+// Prints the available output of a stream.
 static void print_out(const Run *r, Stream *s) {
     print_text(s->out.s, s->out.n, r->raw);
     s->out.n = 0;
     flush();
 }
 
-// Ends the line of a text, and then reports, once, that the window slid. An earlier report would
-// interrupt the text if stdout and stderr are the same terminal.
+// Ends the line of a text. Then reports, once per program run, that a window slid: an earlier
+// report would interrupt the text if stdout and stderr are the same terminal.
 static void end_line(Run *r, const Stream *s) {
     print_bytes("\n", 1);
     flush();

@@ -10,5 +10,5 @@ max_iters = 3400
 learning_rate = 6e-3
 decay_fraction = 0.9         # at a constant rate, answers about whole stories stay uncertain
 eval_interval = 3400
-checks = "-leak"             # short texts are alike: some of validation are in training too
+checks = "-leak"             # some short validation texts are also in the training split
 sample_prompt = "Sue had a tiny goat named Pip. What was the goat called?"

@@ -1,4 +1,4 @@
-# A run of seconds, to see whether everything works: python train.py config/debug.py
+# A run of a few seconds that shows whether everything works: python train.py config/debug.py
 out_dir = "out/debug"
 data = "stories:2000"
 dim = 64

@@ -1,5 +1,5 @@
-# A loss below 1.886, that of nanoGPT's CPU recipe, on Tiny Shakespeare's characters, in seconds:
-# python train.py config/shakespeare_short.py
+# Tiny Shakespeare character by character, to a validation loss below the 1.886 of nanoGPT's CPU
+# recipe in seconds: python train.py config/shakespeare_short.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; or --data=input.txt
 #   parameters: 2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256 + 256 biases in one layer,
 #               + 2 x 68 x 128 vocabulary = 0.17M
@@ -12,10 +12,10 @@ n_layers = 1
 n_heads = 8
 n_kv_heads = 4
 hidden_dim = 256
-tie_embeddings = False       # untying costs little with so few characters, and each specializes
+tie_embeddings = False       # untying adds few parameters here, and lets each table specialize
 max_seq_len = 128
-qkv_bias = True              # lets a head attend by position alone, as to the last characters
-rope_theta = 50.0            # with 10000 many pairs hardly rotate within so short a context
+qkv_bias = True              # lets a head attend by position alone, such as to the last characters
+rope_theta = 50.0            # with 10000, many pairs hardly rotate within such a short context
 batch_size = 16
 max_iters = 115
 warmup_iters = 5

@@ -1,1 +1,1 @@
-"""What the commands stand on."""
+"""The library code behind the commands."""

@@ -1,14 +1,14 @@
 """
-Suggest what to write instead of an unknown setting, or instead of a name on a download site.
-Translate the settings of a run of an earlier version.
+Suggest a replacement for an unknown setting, and the download command for a path that names a
+repository of the Hugging Face Hub. Translate the settings of a run of an earlier version.
 """
 import difflib
 import re
 from collections import Counter
 from pathlib import Path
 
-# Rows of "our knob (a note): names in nanoGPT, llama2.c, transformers and others". The first row
-# whose knob the running program has is used: `input` is data in one program, source in another.
+# Rows of "our setting (a note): names in nanoGPT, llama2.c, transformers and others". The first row
+# whose setting the running program has is used: `input` is data in one program, source in another.
 ROW = r"(\w+)(?: \((.*)\))?: (.*)"
 OTHER_NAMES = [(names, ours, note) for ours, note, names in re.findall(ROW, """
 learning_rate: lr max_lr peak_lr rate
@@ -84,8 +84,8 @@ format (with v0, v1 or v2 for llama2.c's): version
 workers: num_workers num_proc dataloader_num_workers
 """)]
 
-# Rows of (settings of other programs that have no counterpart here, a knob, advice). The advice is
-# printed by those of our programs that have the knob.
+# Rows of (settings of other programs that have no counterpart here, a setting of ours, advice).
+# Only those of our programs that have this setting print the advice.
 NO_COUNTERPART = [
     ("lora_alpha use_rslora",
      "lora_rank", "adapters are scaled by 16 / lora_rank; learning_rate does the rest"),
@@ -139,8 +139,8 @@ OLD_WATCH = {"off": "", "all": "gradients,parameters"}
 
 def renamed(stored):
     """
-    Return the settings of a run, {name: value}, under the names of this version. Whatever reads
-    settings that an earlier version may have written calls this. stored: may hold any JSON values.
+    Return the settings of a run, {name: value}, under the names of this version. Call it on all
+    settings that an earlier version may have written. stored: may hold any JSON values.
     """
     found = {RENAMED.get(name, name): value for name, value in stored.items()}
     if found.pop("skip_bad", False) is True:
@@ -172,9 +172,9 @@ def translate(key, known):
 
 def misspelled(key, known):
     """
-    Return [the known name that `key` misspells], or []. A slip omits, doubles or swaps letters: one
-    name then has all letters of the other. A wrong letter is a slip in long names only: top_k is
-    not top_p.
+    Return [the known name that `key` misspells], or []. A typo omits, doubles or swaps letters, so
+    that one name has all letters of the other. A wrong letter counts as a typo in long names only:
+    top_k is not a typo of top_p.
     """
     def is_slip(name):
         have, want = Counter(key), Counter(name)
@@ -198,7 +198,7 @@ def hub(path, kind=""):
     Return how to download a path that looks like owner/name or an address of the Hugging Face Hub,
     as the end of an error message; "" for other paths. kind: "dataset", or "" for a model.
     """
-    # A Path has one / where the address had two. The folder of a local path exists.
+    # Path() turns // into /. If the parent folder exists, the path is local.
     site = r"(?P<site>(https?:/+)?(huggingface\.co|hf\.co)/(datasets/)?)?"
     found = re.fullmatch(site + r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(/tree/.*|/)?", str(path))
     if not found or not found["site"] and Path(str(path)).parent.exists():

@@ -2,7 +2,7 @@
 Draw curves of runs side by side: as SVG, or as a picture or PDF with matplotlib. Draw a confusion
 matrix as SVG.
 
-A curve is (x, y), or of a group (x, mean, min, max): arrays of the same length.
+A curve is (x, y), or (x, mean, min, max) for a group of runs: arrays of the same length.
 """
 import html
 import math
@@ -15,9 +15,9 @@ from engine.streams import one_line, width as columns
 
 # Distinguishable for color-blind readers: https://jfly.uni-koeln.de/color/
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-DASHES = ("", "7 3", "2 2")  # of SVG, and those of matplotlib: 21 lines can be told apart
+DASHES = ("", "7 3", "2 2")  # in SVG, and LINES in matplotlib: 7 colors * 3 = 21 styles
 LINES = ("-", "--", ":")
-WIDTH, HEIGHT, TOP, LEFTS = 400, 300, 44, (76, 540)  # of the two charts, in pixels
+WIDTH, HEIGHT, TOP, LEFTS = 400, 300, 44, (76, 540)  # layout of the two charts, in pixels
 MAX_LEGEND = 100  # characters of a name in the legend
 # Fonts for names that are not in Latin script, if the machine has them.
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei",
@@ -26,8 +26,8 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro
 
 class Curve(NamedTuple):
     """
-    A line of the legend, drawn once for each x axis. main: curves, drawn strong; pale: curves that
-    are drawn pale beside them, or [].
+    An entry of the legend, drawn once for each x axis. main: curves drawn at full opacity; pale:
+    curves drawn faintly beside them, or [].
     """
     name: str
     main: list
@@ -126,8 +126,8 @@ def band(lines, points=200):
 
 def panel(figure, index, low, high):
     """
-    Return one of the charts as SVG, WIDTH x HEIGHT pixels from LEFTS[index] on. A strong curve has
-    a band, or dots if it is of a single run.
+    Return one of the charts as SVG, WIDTH x HEIGHT pixels, with its left edge at LEFTS[index]. A
+    main curve has a band, or dots if it shows a single run.
     """
     left, right = LEFTS[index], 0.0
     for curve in figure.curves:
@@ -202,13 +202,13 @@ def svg(figure):
     return "".join(parts) + "</svg>\n"
 
 
-HEAT_MAP = "<!-- llamac: heat map -->\n"  # how each begins
+HEAT_MAP = "<!-- llamac: heat map -->\n"  # first line of each heat map
 
 
 def heat_map(counts, names, x_label, y_label):
     """
-    Return a square matrix of counts as SVG, with the names of its rows and columns. The color of a
-    cell is its share of its row, in blue on the diagonal and in red beside it.
+    Return a square matrix of counts as SVG, with the names of its rows and columns. The opacity of
+    a cell is its share of its row; cells are blue on the diagonal and red elsewhere.
     """
     cell = min(40, max(8, 800 // len(names)))  # pixels
     shown = [f"{name[:23]}…" if len(name) > 24 else name for name in map(one_line, names)]
@@ -255,7 +255,7 @@ def save_picture(figure, path):
     installed = {font.name for font in font_manager.fontManager.ttflist}
     fonts = [name for name in FONTS if name in installed]
     rows = math.ceil(len(figure.curves) / 2)
-    # fonttype 42: text in a PDF stays text, as publishers ask for.
+    # fonttype 42 keeps text in a PDF as text, which publishers require.
     with (matplotlib.rc_context({"font.family": fonts, "pdf.fonttype": 42}),
           warnings.catch_warnings(record=True) as caught):
         warnings.simplefilter("always")
@@ -295,5 +295,5 @@ def draw_chart(axes, figure, index):
 
 
 def plain(text):
-    """Return a text that matplotlib does not take for a formula."""
+    """Escape each $ in a text, so that matplotlib does not parse it as a formula."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Replace files so that a crash leaves the whole old one or the whole new one; hash files."""
+"""Replace files so that a crash leaves the complete old or new file; hash files."""
 import contextlib
 import errno
 import hashlib
@@ -26,8 +26,8 @@ def refuse_impossible_paths(**paths):
 
 def publish(temporary, final):
     """
-    Give a finished file or folder its final name. Before that it forces the file, or the folder's
-    list of names, to disk. The files in a folder must already be there.
+    Rename a finished file or folder to its final name, after forcing the file, or the folder's
+    list of names, to disk. The files in a folder must already be on disk.
     """
     to_disk(temporary)
     os.replace(temporary, final)
@@ -47,10 +47,10 @@ def replacing_all():
     def writing(path):
         if os.path.isdir(path):  # renaming would fail, maybe after other renames
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # The process id in the name: several processes may write the same file.
+        # The name has the process id, because several processes may write the same file.
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         renames.append((temporary, path))
-        # Linux caches a file written in large pieces in large pages: fewer faults when mapped.
+        # Large writes make Linux cache the file in large pages: fewer page faults when mapped.
         with open(temporary, "wb", buffering=1 << 21) as f:
             yield f
         to_disk(temporary)

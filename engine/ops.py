@@ -78,7 +78,7 @@ def rms_norm(x, w, eps):
 
 def rms_norm_plain(x, w, eps):
     """
-    Return rms_norm by its formula. The compiler gets it spelled out, so that it saves x for
+    Compute rms_norm by its formula. It is spelled out for the compiler, which then saves x for
     backward. For F.rms_norm it would save x / rms(x) instead, and backward would have to add up the
     outputs of earlier blocks to get x again.
     """
@@ -141,8 +141,8 @@ def rotate(x, rope):
 
 def rotate_plain(x, rope):
     """
-    Return rotate by its formula. It flips pairs (a, b) to (b, a), because a concatenation of two
-    halves is slower in the compiler's kernels.
+    Compute rotate by its formula. It flips pairs (a, b) to (b, a), because concatenating two halves
+    is slower in the compiler's kernels.
     """
     pairs = x.float().unflatten(-1, (-1, 2))                # (B, T, H, Q/2, 2)
     cos, sin = rope.unsqueeze(-3).split(1, -1)              # (..., T, 1, Q/2, 1) each
@@ -186,7 +186,7 @@ def attention(q, k, v, mask=None):
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
     q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H or K, T or S, Q)
     if written_out(q) and torch.get_float32_matmul_precision() == "medium":
-        y = Float32Attention.apply(q, k, v, mask)  # --dtype=bf32, which would round its factors
+        y = Float32Attention.apply(q, k, v, mask)  # --dtype=bf32 would round the factors
     else:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                            enable_gqa=k.shape[1] != heads)
@@ -195,12 +195,12 @@ def attention(q, k, v, mask=None):
 
 class Float32Attention(torch.autograd.Function):
     """
-    PyTorch's attention for CPUs, whose products have float32 factors in both passes under
-    --dtype=bf32, too. Its tiles are so small that rounding their factors takes longer than it saves
+    PyTorch's attention for CPUs, with float32 matrix products in both passes even under
+    --dtype=bf32. Its tiles are so small that rounding the factors takes longer than it saves
     (doc/lab/train_speed.md).
 
-    q: (B, H, T, Q); k, v: (B, K, S, Q), K may be below H; mask: bool (T, S) or (B, 1, T, S), or
-    None for causal.
+    q: (B, H, T, Q); k, v: (B, K, S, Q), where K may be less than H; mask: bool (T, S) or
+    (B, 1, T, S), or None for causal.
     """
 
     @staticmethod
@@ -228,8 +228,8 @@ class Float32Attention(torch.autograd.Function):
 @contextlib.contextmanager
 def float32_products():
     """
-    Under --dtype=bf32: compute products inside the block with float32 factors. The setting belongs
-    to the process, so other threads' products have them meanwhile, too.
+    Under --dtype=bf32: compute matrix products inside the block with float32 factors. The setting
+    is process-wide, so it also applies to the products of other threads meanwhile.
     """
     rounds = torch.get_float32_matmul_precision() == "medium"
     if rounds:
@@ -243,21 +243,21 @@ def float32_products():
 
 class Documents(NamedTuple):
     """
-    The borders of documents in tokens (B, T), flattened; attention stays within a document. Each
-    row begins a document.
+    Document boundaries in flattened tokens (B, T); attention stays within a document. Each row
+    begins a new document.
     """
-    starts: torch.Tensor  # (documents + 1,) int32: first token of each document, and B T at the
-                          # end, several times if empty documents pad it
+    starts: torch.Tensor  # (documents + 1,) int32: index of each document's first token, then B T,
+                          # repeated if empty documents pad it
     longest: int          # upper bound of a document's length in tokens: T
 
 
 def documents_of(tokens, bos_id, device, padded=False):
     """
     Return the Documents of tokens (B, T), on the device; None if bos_id is None. The tokens are in
-    CPU memory, because searching them on a GPU would wait for it.
+    CPU memory, because searching them on a GPU would make the CPU wait for it.
 
-    padded: append empty documents up to a power of two, so that `starts` has few lengths: a CUDA
-    graph is recorded for each.
+    padded: append empty documents until the length of `starts` is a power of two. A CUDA graph is
+    recorded for each length, so there should be few.
     """
     if bos_id is None:
         return None
@@ -297,7 +297,7 @@ def varlen_parameters():
 
 def packed_attention(q, k, v, documents):
     """Return attention() within Documents, without a T x T mask or products across borders."""
-    from torch.nn.attention.varlen import varlen_attn  # not above: it imports the compiler
+    from torch.nn.attention.varlen import varlen_attn  # here: it imports the compiler
     starts, longest = documents
     gqa = {"enable_gqa": True} if k.shape[2] != q.shape[2] else {}
     q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # (B T, H or K, Q)
@@ -358,8 +358,8 @@ def cross_entropy(x, lm_head, targets):
     more than a product (the written-out form takes only its weight).
     """
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Skip the rows without a target, most of the rows of conversations. Not on a GPU, because
-        # finding them would wait for it.
+        # Skip the rows without a target, most of the rows of conversations. Not on a GPU, where
+        # finding them would make the CPU wait.
         with_target = (targets >= 0).nonzero()[:, 0]
         if 0 < len(with_target) < len(targets):
             x, targets = x.index_select(0, with_target), targets[with_target]
@@ -394,19 +394,21 @@ def is_product(linear):
 
 class CrossEntropy(torch.autograd.Function):
     """
-    cross_entropy with less memory: the logits z of a large vocabulary would outweigh all else, so
-    they are computed for a piece of the rows at a time. forward also computes the gradients, since
-    it has the logits: dloss/dz is softmax(z), minus 1 at the target. backward only scales them.
+    cross_entropy with less memory: the logits z of a large vocabulary would take more memory than
+    everything else, so they are computed for a chunk of the rows at a time. forward also computes
+    the gradients, since it has the logits: dloss/dz is softmax(z), minus 1 at the target. backward
+    only scales them.
     """
     PIECE, GPU_PIECE = 1 << 24, 1 << 27  # max number of logits at once, on CPU and on GPU
 
     @staticmethod
     def forward(ctx, x, weight, new_rows, targets, dtype, needs_grad):
         """
-        x: (N, D); weight: (V, D); targets: (N,). new_rows: (n, D) of the vocabulary's last n
-        tokens, which weight (V - n, D) then lacks, or None. dtype: of the matrix products; softmax
-        and sums are float32. needs_grad: whether to compute gradients, too; the caller decides, as
-        ctx.needs_input_grad is True even under no_grad. A frozen weight gets no gradient.
+        x: (N, D); weight: (V, D); targets: (N,). new_rows: None, or the rows (n, D) of the
+        vocabulary's last n tokens; weight is then (V - n, D). dtype: of the matrix products;
+        softmax and sums are float32. needs_grad: whether to compute gradients, too; the caller
+        decides, as ctx.needs_input_grad is True even under no_grad. A frozen weight gets no
+        gradient.
         """
         w = weight.to(dtype)
         if new_rows is not None:
@@ -418,7 +420,7 @@ class CrossEntropy(torch.autograd.Function):
         rows = math.ceil(len(x) / pieces)
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
-        # Without gradients, dx is never written: x fills its place.
+        # Without gradients, dx is never written: x is a placeholder for it.
         dx = torch.empty_like(x) if needs_grad else x
         dw = torch.empty_like(trained) if is_trained else None
         parts = zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))

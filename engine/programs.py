@@ -13,9 +13,9 @@ def run_program(command, environment=None, limit=None, output=None):
     Raises OSError if it cannot be started.
 
     The program gets time to save: Ctrl-C reaches it from the terminal, SIGTERM and SIGHUP are
-    forwarded. environment: variables besides those of this process. limit: seconds after which it
-    is ended, first by SIGTERM. output: a binary file for what it prints; None: where this process
-    prints.
+    forwarded. environment: variables added to those of this process. limit: seconds after which it
+    is ended, first by SIGTERM. output: binary file that receives its output; None: the output goes
+    to this process's stdout and stderr.
     """
     children = []
     with passing_signals(children) as received:
@@ -29,8 +29,8 @@ def run_program(command, environment=None, limit=None, output=None):
 def passing_signals(children):
     """
     Survive the signals that ask to stop, and forward SIGTERM and SIGHUP to the processes that are
-    in the list `children` then; Ctrl-C reaches them from the terminal. Yield the list of the
-    signals received so far.
+    in the list `children` at that time; Ctrl-C reaches them from the terminal. Yield the list of
+    the signals received so far.
     """
     received = []
 

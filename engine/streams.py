@@ -17,13 +17,13 @@ from engine.system import IS_WINDOWS
 
 CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"              # C0 without tab and newline, DEL, C1
 HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reorder text
-LONE = r"\ud800-\udfff"                             # surrogates, which no encoding has
+LONE = r"\ud800-\udfff"                             # surrogates, which cannot be encoded
 UNSAFE = re.compile(f"[{CONTROL}{HIDDEN}{LONE}]")
 UNSAFE_IN_A_LINE = re.compile(f"[\t\n{CONTROL}{HIDDEN}{LONE}]")
 CONTROLS = re.compile(f"[{CONTROL}]")
 CURSOR_UP = re.compile(r"(\x1b\[A)+")  # tqdm writes this alone, to move from one bar to another
 
-# {"stdout" or "stderr": [bytes that its first failed write lost, reason]}; console_notes empties it
+# {"stdout" or "stderr": [bytes lost by its first failed write, reason]}; console_notes empties it
 failures = {}
 
 
@@ -46,7 +46,7 @@ def one_line(text):
 
 
 def width(text):
-    """Return a text's width in columns of a terminal: 2 for a Chinese letter, 0 for an accent."""
+    """Return a text's width in terminal columns: 2 for a Chinese character, 0 for an accent."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
                for c in text)
 
@@ -95,14 +95,14 @@ class PrintableStream(io.TextIOWrapper):
 def open_streams():
     """Open standard streams that are closed, and filter stdout and stderr. Call it at the start."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:  # or the next opened file would get its descriptor
+        if getattr(sys, name) is None:  # otherwise the next opened file gets its descriptor
             setattr(sys, name, open(os.devnull, mode))
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
         # Streams of a notebook or a test are left alone.
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
             safe = PrintableStream(name, stream.buffer, stream)
-            safe.before = stream  # keep it alive: it would close the buffer, which others may use
+            safe.before = stream  # its destructor would close the buffer, which others may use
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)
     if sys.stderr is sys.__stderr__:  # not captured by a test or a notebook
@@ -187,11 +187,11 @@ def ignore_closed_pipe():
 
 def reader_exited(stream):
     """Return whether a stream is a pipe whose reader has exited; False if it has no file."""
-    if not hasattr(select, "poll"):  # on Windows, which has no way to find out
+    if not hasattr(select, "poll"):  # Windows, where this can't be determined
         return False
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file
-        poll.register(stream, 0)  # asks for no event: poll reports a closed end without being asked
+        poll.register(stream, 0)  # 0: no events; poll always reports a closed end
     return bool(poll.poll(0))
 
 
@@ -207,7 +207,7 @@ def print_highlighted(parts):
             print(f"{begin}{text}{end}", end="")
             continue
         sys.stdout.flush()
-        text = f"\x1b[32m{printable(text)}\x1b[0m"  # past PrintableStream, which escapes \x1b
+        text = f"\x1b[32m{printable(text)}\x1b[0m"  # bypass PrintableStream: it escapes \x1b
         sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
     print()
 

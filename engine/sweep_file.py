@@ -27,7 +27,7 @@ KEYS = {"program", "method", "metric", "parameters", "run_cap", "name", "descrip
         "entity", "command"}
 COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]  # W&B's default
 ENVIRONMENT_VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-SET_BY_SWEEP = ("out_dir", "init_from")  # for each trial
+SET_BY_SWEEP = ("out_dir", "init_from")  # set for each trial
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -38,7 +38,7 @@ def refuse(message):
 def check(sweep):
     """
     Raise ValueError if sweep.py cannot run a sweep, or would run it differently from W&B. Convert
-    numbers that YAML reads as texts.
+    numbers that YAML reads as strings.
     """
     if not isinstance(sweep.get("parameters"), dict) or not sweep["parameters"]:
         refuse("has no parameters; sweeps/grid.yaml shows a sweep")
@@ -103,7 +103,7 @@ def check_command(command):
             if name not in os.environ:
                 refuse(f"command has {word}, but the environment has no {name}")
         key = word.lstrip("-+").partition("=")[0].replace("-", "_")
-        if key in SET_BY_SWEEP and word != key:  # "out_dir" without dashes or = is no option
+        if key in SET_BY_SWEEP and word != key:  # "out_dir" without dashes or = is not an option
             refuse(f"command sets {word}, but the sweep gives each trial its own {key}; set "
                    "it under parameters")
     if not any(is_macro(word) and word.startswith("${args") for word in words):
@@ -155,7 +155,7 @@ def check_parameter(name, spec, method):
 
 def refuse_unused(name, spec, method):
     """Raise ValueError if a key or distribution of a parameter would have no effect here."""
-    # In words, the keys that are used, and the distributions that such a parameter may name.
+    # what: the parameter in words; used: keys that have an effect; kinds: allowed distributions
     if "value" in spec:
         what, used, kinds = "a value", {"value"}, ["constant"]
     elif "values" in spec:
@@ -177,7 +177,7 @@ def refuse_unused(name, spec, method):
 
 
 def check_range(name, spec, method):
-    """Check min, max and q, and convert them to numbers: YAML reads 1e-4 (no point) as a text."""
+    """Check min, max and q, and convert them to numbers: YAML reads 1e-4 (no point) as a string."""
     if method == "grid":
         refuse(f"{name} is a range, but a grid needs values: [...]")
     if "max" not in spec:
@@ -210,7 +210,7 @@ def to_number(name, key, value):
 
 
 def are_weights(weights, n):
-    """Return whether these are n finite weights, not all 0, of a random choice."""
+    """Return whether these are n finite weights for a random choice, not all 0."""
     if not isinstance(weights, list) or len(weights) != n:
         return False
     return (all(type(w) in (int, float) and w >= 0 for w in weights)
@@ -218,7 +218,7 @@ def are_weights(weights, n):
 
 
 def distribution(spec):
-    """Return the distribution of a range; as in W&B, the default for two ints is an int."""
+    """Return the distribution of a range; as in W&B, the default for two ints is int_uniform."""
     ints = type(spec["min"]) is int and type(spec.get("max")) is int
     return spec.get("distribution", "int_uniform" if ints else "uniform")
 
@@ -275,7 +275,7 @@ def suggest(name, spec, trial):
 
 def macros(values, path):
     """
-    Return {name: words} of each ${name} in a command, as `wandb agent` expands them.
+    Return {name: words that replace ${name} in a command}, as `wandb agent` expands them.
     Source: wandb/sdk/launch/sweeps/utils.py
     """
     flags = [f"{name}={value}" for name, value in values.items()]
@@ -293,7 +293,7 @@ def macros(values, path):
 def command_of(sweep, values):
     """Return the words of a trial's command, and the environment variables that the sweep sets."""
     command, words = [str(word) for word in sweep.get("command", COMMAND)], []
-    # A command that names its program by itself needs no file of the sweep's program.
+    # Without ${program}, the sweep's program file need not exist.
     known = macros(values, str(program(sweep)) if "${program}" in command else "")
     for word in command:
         word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)

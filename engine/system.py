@@ -89,7 +89,7 @@ def is_running(pid):
 
 
 def is_running_on_windows(pid):
-    """is_running() on Windows."""
+    """Implement is_running() on Windows."""
     query_limited_information, access_denied, still_active = 0x1000, 5, 259
     if not 0 < pid < 1 << 32:
         return False

@@ -9,7 +9,7 @@ Every reader of such a file opens it here, parses its JSON here, and runs inside
     read_json         return the object in a JSON file
     load_torch        return what torch.save wrote: plain values and tensors within the file's size
     reading           turn any exception of a reader into one line: the file, the format, the reason
-    reason            say in a few words why a file could not be read or written
+    reason            explain in a few words why a file could not be read or written
 
 This module imports only engine.system, so that configurator.py can use it too.
 """
@@ -29,7 +29,7 @@ MAX_SETTINGS = 1 << 20  # bytes of a file of settings: config.json, meta.json, a
 MAX_JSON = 100 << 20    # bytes of other JSON, such as a tokenizer.json
 MAX_VALUES = 5_000_000  # values in a JSON text, twice Gemma's tokenizer.json; at worst 1 GB
 MAX_PICKLE = 1 << 24    # bytes of the pickle inside a torch.save file; at worst 1 GB of memory
-SMALL_JSON = 1 << 20    # bytes of JSON that need no count of values: at worst 100 MB of memory
+SMALL_JSON = 1 << 20    # bytes up to which JSON values are not counted: at worst 100 MB of memory
 TORCH_GLOBALS = re.compile(  # the only classes and functions that such a pickle may name
     r"collections OrderedDict|torch Size|torch\._utils _rebuild_(tensor_v2|parameter)|"
     r"torch (Float|Double|Half|BFloat16|ComplexFloat|Long|Int|Short|Char|Byte|Bool)Storage")
@@ -49,7 +49,7 @@ def open_untrusted(path):
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise NotRegular(path)
-    handle = os.open(path, READ)  # does not wait: a pipe may have replaced the file since the check
+    handle = os.open(path, READ)  # non-blocking, in case a pipe has replaced the file meanwhile
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise NotRegular(path)
@@ -72,10 +72,10 @@ def read_untrusted(path, max_bytes):
 
 def count_values(data):
     """
-    Return at least the number of values in JSON bytes, the outermost one not counted: how many of
-    the marks , [ { lie outside strings, as each value or its key follows one. The text may be cut.
+    Return an upper bound of the number of values in JSON bytes, without the outermost: the number
+    of , [ { outside strings, since each value or its key follows one. The text may be truncated.
     """
-    import numpy as np  # here: configurator.py imports this module before it checks the packages
+    import numpy as np  # here: configurator.py imports this module before it checks for packages
     # Without escaped quotes, a byte is outside strings if the number of quotes up to it is even.
     letters = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     outside_strings = ~np.logical_xor.accumulate(letters == ord('"'))

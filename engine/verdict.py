@@ -8,10 +8,10 @@ Decide whether two groups of results differ by more than the noise of their seed
 
     B is better by 0.012 bits per byte (95 % interval 0.005 to 0.019, n = 3)
 
-If both groups have the same seeds, the results are paired by seed, and the differences of the pairs
-get Student's t test. Otherwise the groups get Welch's, which allows them different variances. Both
-assume that results of different seeds are independent and about normally distributed. What these
-tests get right in simulations: doc/lab/verdicts.md.
+If both groups have the same seeds, the results are paired by seed, and Student's t test is applied
+to the differences of the pairs. Otherwise the groups are compared by Welch's t test, which allows
+different variances. Both assume that results of different seeds are independent and approximately
+normally distributed. Accuracy of these tests in simulations: doc/lab/verdicts.md.
 
 Welch's degrees of freedom: https://doi.org/10.1093/biomet/34.1-2.28
 """
@@ -22,26 +22,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEVEL = 0.95      # of the interval; a difference is shown if p < 1 - LEVEL
-POWER = 0.8       # probability with which `more` seeds show a difference
-WORTH = 0.01      # the least difference that is worth showing, as a part of the mean
-MAX_MORE = 10_000  # max seeds to ask for
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)  # of an integral from -1 to 1
+LEVEL = 0.95      # confidence of the interval; a difference is significant if p < 1 - LEVEL
+POWER = 0.8       # probability with which `more` seeds detect a difference
+WORTH = 0.01      # smallest difference worth detecting, relative to the mean
+MAX_MORE = 10_000  # max number of additional seeds
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)  # quadrature from -1 to 1
 
 
 class Verdict(NamedTuple):
     """
-    What two groups of results, A and B, show.
+    The comparison of two groups of results, A and B.
 
     difference: mean of B minus mean of A. low, high: ends of its 95 % interval. p: probability of a
-    difference at least as large if A and B are alike. low, high and p are NaN if a group has a
-    single result, which shows no noise.
+    difference at least as large if A and B have the same mean. low, high and p are NaN if a group
+    has a single result, from which no noise can be estimated.
     n_a, n_b: numbers of results. paired: whether they were paired by seed.
     distinguishable: whether p < 0.05.
-    worth: size of a difference that is worth showing. more: seeds to add to each group so that such
-    a difference is shown with probability 0.8, 0 if there are enough, MAX_MORE if so many are not
-    enough, None if a group has a single result. It is as rough as the variances that it is
-    estimated from.
+    worth: smallest difference worth detecting. more: number of seeds to add to each group to detect
+    such a difference with probability 0.8; 0 if there are enough, MAX_MORE if even that many are
+    too few, None if a group has a single result. It is only as accurate as the variances that it
+    is estimated from.
     """
     difference: float
     low: float
@@ -59,9 +59,9 @@ def judge(a, b, worth=None):
     """
     Return the Verdict on two groups of results.
 
-    a, b: {seed: result} if the seeds are known, otherwise lists of results. worth: size of a
-    difference that is worth showing; None: that of the means, but at least 1 % of the mean, rounded
-    to one digit. Raises ValueError if a group is empty or a result is not finite.
+    a, b: {seed: result} if the seeds are known, otherwise lists of results. worth: smallest
+    difference worth detecting; None: the difference of the means, but at least 1 % of the mean,
+    rounded to one digit. Raises ValueError if a group is empty or a result is not finite.
     """
     is_paired = isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys()
     if is_paired:
@@ -91,8 +91,8 @@ def judge(a, b, worth=None):
 def standard_error(variances, counts):
     """
     Return (standard error, degrees of freedom) of the sum or difference of means, (...,) each.
-    variances: of the k samples, (..., k); counts: their sizes, (k,). Of one sample the degrees of
-    freedom are those of Student, of two those of Welch.
+    variances: of the k samples, (..., k); counts: their sizes, (k,). The degrees of freedom are
+    Student's for one sample and Welch's for two.
     """
     parts = variances / counts
     total = parts.sum(-1)
@@ -104,7 +104,7 @@ def standard_error(variances, counts):
 def interval(difference, variances, counts):
     """
     Return (low, high), (...,) each: the 95 % interval of a difference of means, (...,). variances,
-    counts: of standard_error.
+    counts: see standard_error.
     """
     error, df = standard_error(variances, counts)
     half = error * t_quantile((1 + LEVEL) / 2, df)
@@ -114,20 +114,20 @@ def interval(difference, variances, counts):
 def p_value(difference, variances, counts):
     """
     Return the probability of a difference of means at least as large, (...,), if the true one is 0.
-    variances, counts: of standard_error.
+    variances, counts: see standard_error.
     """
     error, df = standard_error(variances, counts)
     with np.errstate(invalid="ignore", divide="ignore"):
         t = np.abs(difference) / error
-    # Without noise, equal means are alike for certain, and others are not.
+    # Without noise, p is 1 for equal means and 0 for others.
     p = np.where(error > 0, 1 - central(np.arctan(t / np.sqrt(df)), df), difference == 0)
     return np.clip(p, 0.0, 1.0)
 
 
 def missing_seeds(worth, variances, counts):
     """
-    Return how many seeds to add to each group so that a difference of `worth` is shown with
-    probability POWER; at most MAX_MORE. variances, counts: of standard_error.
+    Return the number of seeds to add to each group to detect a difference of `worth` with
+    probability POWER, at most MAX_MORE. variances, counts: see standard_error.
     """
     def shows(more):
         error, df = standard_error(variances, counts + more)
@@ -142,7 +142,7 @@ def missing_seeds(worth, variances, counts):
 
 def density(angle, df):
     """Return the density of |t| by its angle, from 0 to pi/2; df: degrees of freedom, >= 1."""
-    # log(gamma(x + 1/2) / gamma(x)); for a large x the difference of lgamma has too few digits.
+    # log(gamma(x + 1/2) / gamma(x)); for a large x the difference of lgamma loses too many digits.
     x = np.asarray(df, float) / 2
     small = np.minimum(x, 1e3)
     ratio = np.vectorize(math.lgamma, otypes=[float])
@@ -179,23 +179,23 @@ def t_quantile(probability, df):
 # ---- words ---------------------------------------------------------------------------------------
 
 def rounded(value, digits=1):
-    """Return a value rounded to so many significant digits."""
+    """Return a value rounded to this number of significant digits."""
     return float(f"{value:.{digits - 1}e}")
 
 
 def decimals_for(*values):
-    """Return how many decimals show the first digit of the smallest of these values."""
+    """Return the number of decimals that shows the first digit of the smallest of these values."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes:
         return 3
-    smallest = max(min(sizes), max(sizes) / 1000)  # more than 4 digits say nothing
+    smallest = max(min(sizes), max(sizes) / 1000)  # more than 4 digits are noise
     return max(0, -math.floor(math.log10(rounded(smallest))))
 
 
 def sentence(verdict, a="A", b="B", unit="", lower_is_better=True):
     """
     Return a Verdict in words. a, b: names of the groups; unit: of the results, such as "bits per
-    byte"; lower_is_better: False if a larger result is the better one, None if neither is.
+    byte"; lower_is_better: False if a larger result is better, None if neither is.
     """
     difference, low, high = verdict.difference, verdict.low, verdict.high
     unit, n = unit and f" {unit}", f"n = {verdict.n_a}"
@@ -220,7 +220,7 @@ def sentence(verdict, a="A", b="B", unit="", lower_is_better=True):
 
 
 def needed(verdict):
-    """Return in words which difference the seeds would have shown, or how many more would."""
+    """Return in words the difference that the seeds can show, or how many more are needed."""
     shown, more = f"a difference of {verdict.worth:g}", verdict.more
     if not more:
         return f"the seeds are enough to show {shown}"

@@ -1,4 +1,4 @@
-// Continues several texts at once: a call of the library evaluates the next token of each.
+// Continues several texts at once: each library call evaluates the next token of every text.
 //     make lib && cc -O3 -Iruntime examples/batch.c libllamac.a -lm -pthread -o batch
 //     ./batch model.gguf "Once upon a time" "One day" "The cat"
 #include <stdio.h>
@@ -19,7 +19,7 @@ int main(int argc, char **argv) {
     llamac_engine *engine = model ? llamac_start(model, NULL, &error) : NULL;
     if (!engine) return fprintf(stderr, "batch MODEL TEXT...: %s\n", error.text), 1;
 
-    // The first batch has all tokens of the prompts, and computes the logits of each one's last
+    // The first batch has all tokens of the prompts, with logits for the last token of each prompt
     for (int i = 0; ok && i < n_texts; i++) {
         const char *prompt = argv[2 + i];
         bool bos = llamac_describe(model).add_bos || !*prompt;
@@ -31,13 +31,13 @@ int main(int argc, char **argv) {
             batch[n++] = (llamac_batch_token){sequences[i], tokens[t], t, t == size - 1};
         llamac_free(tokens);
     }
-    // Each later batch has the token of each text that does not end with it
+    // Each later batch has the newly sampled token of each text that has not ended
     while (ok && n && (ok = llamac_evaluate(engine, batch, n, &error))) {
-        int next = 0; // tokens of the next batch, which takes the place of this one
+        int next = 0; // number of tokens in the next batch, which overwrites this one
         for (int b = 0, i = 0; ok && b < n; b++) {
             if (!batch[b].logits) continue;
             while (sequences[i] != batch[b].sequence) i++;
-            int position = batch[b].position + 1; // of the token that follows
+            int position = batch[b].position + 1; // of the sampled token
             int token = llamac_sample(sequences[i], &(llamac_sampler){0}, &error);
             if (!(ok = token >= 0) || llamac_ends(model, token)) continue;
             char *end = written[i] + length[i];

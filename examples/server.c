@@ -1,4 +1,4 @@
-// Continues texts over HTTP for several clients at once: a batch has a token of each.
+// Continues texts over HTTP for several clients at once: each batch has one token per client.
 //     make lib && cc -O3 -Iruntime examples/server.c libllamac.a -lm -pthread -o server
 //     ./server model.gguf 8080
 //     curl -N -d "Once upon a time" http://127.0.0.1:8080

@@ -1,6 +1,6 @@
 """
 The C library in Python: runtime/llamac.h through ctypes. `pip install .` compiles it into the
-package; in a checkout, `make lib` makes it.
+package; in a checkout, `make lib` builds it.
 
     model = llamac.Model("out/demo/model.gguf")
     for text in model.generate("Once upon a time", max_tokens=100, temperature=0.8, seed=1):
@@ -9,7 +9,7 @@ package; in a checkout, `make lib` makes it.
     answer = "".join(model.chat([{"role": "user", "content": "Who are you?"}]))
     tokens, logits, embedding = model.encode("One"), model.logits("One"), model.embed("One")
 
-With sequences and samplers of one's own:
+With explicit sequences and samplers:
 
     engine = llamac.Engine(model)
     sequence = llamac.Sequence(engine)
@@ -25,7 +25,7 @@ With sequences and samplers of one's own:
     a, b = llamac.Sequence(engine), llamac.Sequence(engine)  # several texts in one call
     engine.evaluate([llamac.Part(a, tokens), llamac.Part(b, tokens)])
 
-    for row in llamac.runs("out").rows("loss/val"):  # logs of trainings, as dicts
+    for row in llamac.runs("out").rows("loss/val"):  # training logs, as dicts
         print(row["run"], row["tokens"], row["loss/val"])
 
 The library's errors are raised as Error. Model's encode methods return arrays in the library's
@@ -63,7 +63,7 @@ __all__ = ["Continuation", "Engine", "Error", "Grammar", "Info", "Model", "OutOf
 
 Tokens = NDArray[np.int32]      # (n,)
 Floats = NDArray[np.float32]
-Stop = str | Iterable[str]      # texts that end a text
+Stop = str | Iterable[str]      # stop texts, before which a text ends
 Pooling = Literal["mean", "last"]
 
 # Paths where library() looks for the library: in the installed package, then in the checkout.
@@ -76,7 +76,7 @@ class Error(RuntimeError):
 
 
 class OutOfMemory(Error):
-    """The library could not allocate memory. Free some, and the call can be repeated."""
+    """The library could not allocate memory. The call can be repeated after some is freed."""
 
 
 PROGRESS = CFUNCTYPE(c_bool, c_void_p, c_float)  # types of the callbacks in llamac_options
@@ -232,8 +232,8 @@ def call(name, *arguments):
 
 def c_integer(name, number):
     """
-    Return a whole number of any type as an int. Raises Error if it is no whole number, or does not
-    fit into 32 bits, to which ctypes would truncate it. name: what the message calls the number.
+    Return a whole number of any type as an int. Raises Error if it is not a whole number, or does
+    not fit into 32 bits, to which ctypes would truncate it. name: the number's name in the message.
     """
     try:
         number = operator.index(number)
@@ -287,7 +287,7 @@ def utf8(text):
 
 
 class ModelMemory:
-    """A model of the library, closed with the last reference to this. source: what it maps."""
+    """A model of the library, closed with the last reference to this. source: path or bytes."""
 
     def __init__(self, pointer, source):
         self.pointer = owned(self, "llamac_close", pointer, source)
@@ -297,7 +297,7 @@ class Model:
     """
     A model and its tokenizer. source: the path of a model file, which stays mapped into memory, or
     the bytes of one. stream: keep no matrices in memory; engines read them from the file for every
-    pass, for machines that have less memory than the model. source must be a path then.
+    pass. This is for machines that have less memory than the model, and source must be a path.
 
     info: an Info, with vocab_size, seq_len, bos and more.
     """
@@ -314,7 +314,7 @@ class Model:
         except Error as e:
             if isinstance(source, bytes):
                 raise
-            # The library names the file in ASCII, up to a length. Name it in full instead.
+            # The library's message begins with the path in ASCII, truncated. Use the whole path.
             cut = re.sub("[^ -~]", "?", bytes(Path(source)).decode("latin-1"))[:200]
             message = str(e).removeprefix(f"{cut}: ")
             raise Error(f"{source}: {message}") from None  # also in place of an OutOfMemory
@@ -384,7 +384,7 @@ class Model:
     def encode_chat(self, messages: Iterable[Mapping[str, str]]) -> Tokens:
         """
         Return the tokens of a conversation up to its next answer. messages: [{"role", "content"}]
-        as OpenAI's API has them: "system" first if at all, then "user" and "assistant" in turn, the
+        as in OpenAI's API: an optional "system" message, then "user" and "assistant" in turn, the
         user last. Chooses the template in the model file if use_template() was not called.
         """
         turns = [(message["role"], message["content"]) for message in messages]
@@ -415,14 +415,14 @@ class Model:
         The Engine of the methods below, started by the first of them. For other options, set it
         first: model.engine = llamac.Engine(model, threads=2).
         """
-        # The engine has a copy of this object: a cycle of references would keep their memory.
+        # The engine gets a copy of this object: a reference cycle would keep their memory in use.
         return Engine(copy.copy(self))
 
     def generate(self, prompt: str, max_tokens: int | None = 256, stop: Stop = (),
                  seed: int | None = None, **sampling: Any) -> Iterator[str]:
         """
-        Return an iterator of the text that follows a prompt, in parts as soon as they are certain,
-        up to the model's end of text, a text of `stop` (it is cut off) or max_tokens.
+        Return an iterator over the text that follows a prompt, in parts as soon as they are
+        certain. The text ends when the model ends it, before a text of `stop`, or after max_tokens.
 
         max_tokens: None: no limit; the context slides. seed: the same seed returns the same text;
         None: a random one. sampling: other fields of Sampler; temperature is 1 and topp 0.9 by
@@ -450,19 +450,19 @@ class Model:
     def chat(self, messages: Iterable[Mapping[str, str]], max_tokens: int | None = 256,
              stop: Stop = (), seed: int | None = None, **sampling: Any) -> Iterator[str]:
         """
-        Return an iterator of the answer to a conversation, in parts as soon as they are certain.
+        Return an iterator over the answer to a conversation, in parts as soon as they are certain.
         messages: as in encode_chat(); other arguments: as in generate().
         """
         return self.start_text(self.encode_chat(messages), max_tokens, stop, seed, sampling).run()
 
     def logits(self, text: str | ArrayLike) -> Floats:
-        """Return the logits after each token of a text: (n, vocab_size) float32. text: or tokens"""
+        """Return the logits after each token of a text (str or tokens): (n, vocab_size) float32."""
         tokens = self.encode_prompt(text) if isinstance(text, str) else token_array(text)
         self.engine.evaluate([Part(Sequence(self.engine), tokens, logits="all")])
         return np.stack([self.engine.logits(i) for i in range(len(tokens))])
 
     def embed(self, text: Any, pooling: Pooling = "mean") -> Any:
-        """Return the embedding of a text, or a list of those of texts, as Engine.embed does."""
+        """Return the embedding of a text, or a list of embeddings for a list; see Engine.embed."""
         return self.engine.embed(text, pooling)
 
     def encode_prompt(self, text):
@@ -618,7 +618,7 @@ class Engine:
     def evaluate(self, parts: Iterable[Part]) -> None:
         """
         Evaluate Parts of any of the engine's sequences in one call. If it fails, it adds no token,
-        but tokens of the sequences that Parts were to replace may already be dropped.
+        but may already have dropped the tokens that the Parts were to replace.
         """
         rows = []  # tuples: converting their list to an array is faster than filling its slices
         for sequence, tokens, position, logits in parts:
@@ -642,9 +642,9 @@ class Engine:
     def sample_batch(self, sequences: SequenceOf[Sequence],
                      samplers: SequenceOf[Sampler]) -> list[int | Error]:
         """
-        Return a list of the next token of each sequence. samplers[i] draws that of sequences[i], as
-        in Sequence.sample. Where this fails, the list has the Error in place of the token. One call
-        of the library samples all.
+        Sample the next token of each sequence, in one call of the library: that of sequences[i]
+        with samplers[i], as in Sequence.sample. Return a list of the tokens, with the Error in
+        place of each token whose sampling failed.
         """
         if any(sequence.engine is not self for sequence in sequences):
             raise Error("the sequence belongs to another engine")
@@ -709,8 +709,8 @@ class Engine:
 
     def sample(self, i: int, sampler: Sampler) -> int:
         """
-        Return a token to follow token i, an index as in logits(), drawn from the logits of token i.
-        Penalties apply to the tokens of its sequence up to token i.
+        Return a token to follow token i, sampled from the logits of token i. i: index as in
+        logits(). Penalties apply to the tokens of its sequence up to token i.
         """
         with self.using():
             return call("sample_at_sized", self.pointer, c_integer("i", i), byref(sampler),
@@ -789,14 +789,14 @@ class Sequence:
     @property
     def logits(self) -> Floats:
         """
-        The logits of the sequence's latest token that has any: (vocab_size,) float32, a copy. The
-        engine discards them when it evaluates again.
+        The logits of the latest token of the sequence for which they were computed: (vocab_size,)
+        float32, a copy. The engine discards them when it evaluates again.
         """
         with self.engine.using():
             return copied_logits(library().llamac_logits(self.pointer), self.engine.model)
 
     def sample(self, sampler: Sampler) -> int:
-        """Return a next token, drawn from the logits of the latest token that has any."""
+        """Return a next token, sampled from the logits that the property `logits` returns."""
         with self.engine.using():
             return call("sample_sized", self.pointer, byref(sampler), ctypes.sizeof(sampler))
 
@@ -813,8 +813,8 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """
-        Return a grammar for another text. It shares the tables of this one: to compute them takes
-        tens of milliseconds for a large vocabulary.
+        Return a grammar for another text. It shares the tables of this one, which take tens of
+        milliseconds to compute for a large vocabulary.
         """
         copy = object.__new__(Grammar)
         pointer = call("grammar_copy", self.pointer)
@@ -846,8 +846,8 @@ class Part(NamedTuple):
     """
     Tokens of one sequence in a batch.
 
-    position: position of the first token. The tokens replace those that the sequence has from
-    there on. None: append the tokens.
+    position: position of the first token. The tokens replace those of the sequence from this
+    position on. None: append the tokens.
     logits: compute the logits of the "last" token, of "all" tokens or of "none".
     """
     sequence: Sequence

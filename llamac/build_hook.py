@@ -2,9 +2,9 @@
 The build hook that `pip install .` runs through hatchling (pyproject.toml): it compiles runtime/
 into a library inside the package.
 
-The environment variable CC names the compiler; the default is cc, on Windows that of the PyPI
-package ziglang, because Microsoft's does not compile runtime/. CFLAGS replaces -O3, as in the
-Makefile.
+The environment variable CC names the compiler. The default is cc; on Windows, it is the compiler of
+the PyPI package ziglang, because Microsoft's cannot compile runtime/. CFLAGS replaces -O3, as in
+the Makefile.
 """
 import os
 import shlex
@@ -46,9 +46,9 @@ class LibraryHook(BuildHookInterface):
 
     def initialize(self, version, build_data):
         """
-        Compile the library. version: "editable" for `pip install -e .`: the library is then made in
-        the checkout, from where the package is loaded. build_data: hatchling's settings of this
-        build, which are changed here.
+        Compile the library. version: "editable" for `pip install -e .`: the library is then written
+        to the checkout, from where the package is loaded. build_data: hatchling's settings of this
+        build, which this method changes.
         """
         root = Path(self.root)
         platform = self.build_config.builder.get_best_matching_tag().rpartition("-")[2]

@@ -1,5 +1,5 @@
 """
-The logs of trainings as plain lists and dicts, for pandas, a notebook or a program:
+Training logs as plain lists and dicts, for pandas, a notebook or a program:
 
     for row in llamac.runs("out").rows("loss/val"):
         print(row["run"], row["tokens"], row["loss/val"])
@@ -35,17 +35,18 @@ class Runs:
 
     def results(self) -> list[Row]:
         """
-        Return [{"run": name, "seed": seed or None, metric: value}], one for each run: the best
-        value of a validation loss, the last one of any other metric; also compare.py's columns,
-        such as "last loss/val" and "minutes".
+        Return [{"run": name, "seed": seed or None, metric: value}], one for each run. A validation
+        loss has its best value, any other metric its last one. The dicts also have compare.py's
+        columns, such as "last loss/val" and "minutes".
         """
         return [{"run": run.name, "seed": run.seed, **run.results()} for run in self.found]
 
     def rows(self, *metrics: str) -> list[Row]:
         """
         Return [{"run": name, "iter": step, "tokens": tokens so far, "seconds": since the first row,
-        without pauses, metric: value}], one for each logged row that has one of these metrics; no
-        metrics: any. A metric that a row lacks is None, and so are tokens that a run does not log.
+        without pauses, metric: value}], one for each logged row that has one of these metrics, or
+        any metric if none are given. Metrics that a row lacks and tokens that a run does not log
+        are None.
         """
         return [row for run in self.found for row in rows_of(run, metrics)]
 
@@ -56,7 +57,7 @@ def rows_of(run, metrics):
     names = metrics or [name for name in run.columns if name not in (*at, "time")]
     columns = [column.tolist() for column in (*at.values(), *map(run.column, names))]
     for values in zip(*columns):
-        # A NaN marks what the row lacks.
+        # NaN marks a value that the row lacks.
         step, tokens, seconds, *rest = [None if value != value else value for value in values]
         if any(value is not None for value in rest):
             counts = {"iter": whole(step), "tokens": whole(tokens), "seconds": seconds}
@@ -71,16 +72,16 @@ def whole(value):
 def runs(*folders: str | Path) -> Runs:
     """
     Return the Runs in these folders, by default in out. A run is an out folder of train.py or
-    track.py, or a folder of the W&B client; any other folder stands for the runs in it. A folder
-    without a run that can be read is left out; raises Error if there is no run.
+    track.py, or a folder of the W&B client. Any other folder is searched for runs. Folders without
+    a readable run are skipped. Raises Error if no run remains.
     """
     hook = sys.excepthook
-    try:  # here: the library needs numpy alone
+    try:  # imported here, because the rest of the library needs only numpy
         from engine.tracking.runs import read_run, run_folders
     except ModuleNotFoundError as e:
         raise llamac.Error(f"there is no package {e.name}, which reads logs; call this from the "
                            "trainer's folder, or put that into PYTHONPATH") from None
-    sys.excepthook = hook  # the program is the caller's, not one of the project's commands
+    sys.excepthook = hook  # the import replaced it, as is right only for the project's commands
     found, problems = [], []
     for folder in run_folders(folders or ["out"]):
         try:

@@ -1,4 +1,4 @@
-"""Text from a model as it is generated, up to a stop text, in a context that slides when full."""
+"""Text generation token by token, up to a stop text, in a context that slides when it is full."""
 from __future__ import annotations
 
 import codecs
@@ -11,14 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 import llamac
 
 CHUNK = 64  # tokens of a prompt that are evaluated in one call
-NO_LIMIT = (1 << 31) - 1  # tokens that are left for a text without max_tokens
+NO_LIMIT = (1 << 31) - 1  # tokens that may still follow if max_tokens is None
 Step = tuple[str, list[dict[str, Any]], int, str | None]  # what Continuation.advance() returns
 
 
 class TextStream:
     """
-    Text that arrives in bytes and is released once it is certain: whole characters, and none that
-    may begin a stop text. stopped: whether a stop text was found; it is cut off.
+    Text that arrives in bytes and is returned once it is certain: whole characters, except those
+    that may begin a stop text. stopped: whether a stop text was found; it is cut off.
     """
 
     def __init__(self, stop):
@@ -39,7 +39,7 @@ class TextStream:
         return certain
 
     def uncertain(self):
-        """Return how many characters at the end may begin a stop text."""
+        """Return how many of the held characters, at their end, may begin a stop text."""
         longest = max((len(stop) for stop in self.stop), default=1) - 1
         for size in range(min(longest, len(self.held)), 0, -1):
             if any(stop.startswith(self.held[-size:]) for stop in self.stop):
@@ -49,7 +49,7 @@ class TextStream:
 
 def token_details(model, logits, previous, token, count):
     """
-    Return {"token", "logprob", "bytes", "top_logprobs"} of a token, as OpenAI's API has them.
+    Return {"token", "logprob", "bytes", "top_logprobs"} of a token, as in OpenAI's API.
 
     logits: (vocab_size,) as the model computed them, without temperature, penalties and grammar;
     previous: the token before this one, on which its bytes depend; count: how many tokens to list
@@ -79,16 +79,16 @@ def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 class Continuation:
     """
-    The text that follows some tokens, a token at a time: it ends when the model ends it, when a
-    text of `stop` appears (it is cut off), or after max_tokens.
+    The text that follows some tokens, generated one token at a time. It ends when the model ends
+    it, when a text of `stop` appears (which is cut off), or after max_tokens.
 
         while not continuation.reason:
             engine.evaluate([continuation.part(64)])
             if continuation.ready:
                 text, details, count, reason = continuation.advance()
 
-    One call of evaluate() may have the parts of several continuations. If the sequence begins with
-    some of the tokens already, these are not evaluated again. When the context is full, it slides.
+    One call of evaluate() may have the parts of several continuations. Tokens with which the
+    sequence already begins are not evaluated again. When the context is full, it slides.
 
     grammar: a Grammar that the text obeys. It ends as soon as it is complete.
     reason: None, or why the text ended: "stop" or "length".
@@ -130,14 +130,14 @@ class Continuation:
         return len(self.pending)
 
     def suspend(self) -> None:
-        """Free the sequence. resume() goes on with the same text, in another sequence."""
+        """Free the sequence. resume() continues the same text in another sequence."""
         self.pending = np.concatenate([self.sequence.tokens, self.pending])
         self.sequence.free()
 
     def resume(self, sequence: llamac.Sequence) -> None:
         """
-        Use another sequence for the text, all of whose tokens are pending. Those with which the
-        sequence begins are no longer pending; the other tokens of the sequence are dropped.
+        Continue the text, all of whose tokens are pending, in another sequence. Tokens with which
+        the sequence already begins are no longer pending; its other tokens are dropped.
         """
         # The last token is always evaluated, for its logits.
         known = common_prefix(sequence.tokens, self.pending[:-1])
@@ -146,8 +146,8 @@ class Continuation:
 
     def slide(self):
         """
-        If the pending tokens do not fit into the context, begin again with the first token of the
-        sequence and the latest ones, half a context in all, as the program run does.
+        If the pending tokens do not fit into the context, start over with the first token of the
+        sequence and the latest ones, half a context in total, as the program run does.
         """
         positions = self.sequence.engine.positions
         if len(self.sequence) + len(self.pending) <= positions:
@@ -176,10 +176,10 @@ class Continuation:
         """
         Append the next token. Return (text, details, count, reason).
 
-        token: what Engine.sample_batch has drawn after prepare(); None: sample it here.
+        token: the token that Engine.sample_batch sampled after prepare(); None: sample it here.
 
-        text: what has become certain, see TextStream; details: token_details of the tokens in it,
-        and the "offset" of each in the whole text, in characters; count: tokens so far.
+        text: the text that has become certain, see TextStream; details: token_details of the tokens
+        in it, with the "offset" of each in the whole text, in characters; count: tokens so far.
         """
         model, stream = self.model, self.stream
         logits = None if self.top_logprobs is None else self.sequence.logits
@@ -209,7 +209,7 @@ class Continuation:
         return text, certain, self.count, self.reason
 
     def run(self) -> Iterator[str]:
-        """Return an iterator of the text in the parts that advance() returns, up to its end."""
+        """Return an iterator over the text, in the parts that advance() returns, up to its end."""
         return (text for text, *_ in self.advance_to_end())
 
     def advance_to_end(self) -> Iterator[Step]:
@@ -222,7 +222,7 @@ class Continuation:
     def certain_details(self):
         """Remove and return the details of the tokens in the text that is certain."""
         # A token is in the certain text if its first character is. At the end of the text, all
-        # other tokens are returned too, unless a stop text was found, with which they are cut off.
+        # other tokens are returned too, unless a stop text was found: it is cut off with them.
         return_all = self.reason and not self.stream.stopped
         certain = [entry for entry in self.details if entry["offset"] < self.length or return_all]
         self.details = self.details[len(certain):]
@@ -234,13 +234,13 @@ def generate(sequence: llamac.Sequence, tokens: ArrayLike, sampler: llamac.Sampl
              top_logprobs: int | None = None,
              grammar: llamac.Grammar | None = None) -> Iterator[Step]:
     """
-    Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
+    Continue tokens until the model ends its text, a text of `stop` appears (which is cut off), or
     max_tokens are generated.
 
     Yield (text, details, count, reason) after each token, as Continuation.advance() returns them;
     nothing for max_tokens=0.
 
-    top_logprobs: how many likeliest tokens the details of a token have; None: no details.
+    top_logprobs: how many likeliest tokens to list in the details of a token; None: no details.
     grammar: a Grammar that the text obeys.
     """
     continuation = Continuation(sequence, tokens, sampler, max_tokens, stop, top_logprobs, grammar)

@@ -41,7 +41,7 @@ export async function downloadFrom(path, body, name) {
   notify(t("Saved"))
 }
 
-/** Show a message at the top of the page, "": none. */
+/** Show a message at the top of the page; "" removes it. */
 export function notify(text, isError) {
   const place = document.getElementById("message")
   place.textContent = text
@@ -54,7 +54,7 @@ export const state = {
   get view() { return location.hash.slice(1).split("?")[0] || "runs" },
   get params() { return new URLSearchParams(location.hash.split("?").slice(1).join("?")) },
   get(name, fallback = "") { return this.params.get(name) ?? fallback },
-  /** Return a parameter that holds JSON; the fallback if there is none, or the link is damaged. */
+  /** Return a parameter that holds JSON; `fallback` if it is missing or malformed. */
   getJson(name, fallback) {
     try {
       return JSON.parse(this.params.get(name)) ?? fallback
@@ -62,7 +62,7 @@ export const state = {
       return fallback
     }
   },
-  /** Change parameters; "" and null remove one. Adds no history entry and draws nothing. */
+  /** Change parameters; "" and null remove one. Add no history entry and draw nothing. */
   set(values) {
     const params = this.params
     for (const [name, value] of Object.entries(values)) {
@@ -92,10 +92,10 @@ function duration(seconds) {
   return seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
 }
 
-/** Tell how long the training of a run still takes. */
+/** Return the remaining time of a run's training, in words. */
 export const timeLeft = run => t("{time} left").replace("{time}", duration(run.time_left.left))
 
-// {ended_by of a run's result.json: why it ended, in words}
+// {ended_by in a run's result.json: the reason in words}
 const ENDS = {
   max_iters: "finished: all steps done", minutes: "finished: time budget used up",
   early_stop: "finished: the validation loss no longer fell",
@@ -105,8 +105,8 @@ const ENDS = {
 export const isFinished = run => ["max_iters", "minutes", "early_stop"].includes(run.ended_by)
 
 /**
- * Tell the state of a run: [text, CSS class]. run: an entry of api/runs; job: the latest one that
- * trains it, if any.
+ * Return the state of a run as [text, CSS class]. run: an entry of api/runs; job: the latest job
+ * that trains it, if any.
  */
 export function status(run, job) {
   if (run.training) {
@@ -120,8 +120,8 @@ export function status(run, job) {
 }
 
 /**
- * Return words that a model's own text may begin with. prompts: of api/inside; model: name of a
- * run, or of a file or checkpoint in its folder; example: what else to return.
+ * Return a suitable prompt for a model: its run's sample prompt, otherwise `example`. prompts: from
+ * api/inside; model: name of a run, or of a file or checkpoint in its folder.
  */
 export const promptOf = (prompts, model, example) =>
   prompts[model] ?? prompts[model.replace(/\/[^/]*$/, "")] ?? example
@@ -155,7 +155,7 @@ export function debounce(f, wait) {
 // ---- live events
 
 let source, listener  // an EventSource; the function of the shown view
-let greeted = false  // whether the first {hello} has come
+let greeted = false  // whether the first {hello} has arrived
 
 /**
  * Pass live events to f until another view is shown. See live() in run_api.py for their fields.
@@ -183,10 +183,10 @@ function drawSystem({ cpu, memory, gpus }) {
 // ---- views: each module's show(element) draws one and may return { end() }
 
 let shown     // what the view's show() returned
-let turn = 0  // counts the calls of show(): one that waits notices a later one
+let turn = 0  // number of show() calls, so that a call that waits notices later ones
 
 function drawTabs(view) {
-  const current = view === "run" ? "runs" : view  // one run has no tab of its own
+  const current = view === "run" ? "runs" : view  // the view of one run has no tab
   const tab = ([name, title]) =>
     h("a", { href: `#${name}`, "aria-current": name === current ? "page" : null }, t(title))
   document.getElementById("tabs").replaceChildren(...Object.entries(tabs).map(tab))
@@ -202,7 +202,7 @@ async function show() {
   notify("")
   try {
     const module = await import(`./${modules[view]}.js`)
-    if (mine !== turn) return  // the user has chosen another view meanwhile
+    if (mine !== turn) return  // the user has chosen another view in the meantime
     const element = h("div")
     document.getElementById("main").replaceChildren(element)
     const made = await module.show(element)

@@ -8,7 +8,7 @@ bokeh?.set_log_level("error")
 export const axes = { tokens: "Tokens", iter: "Steps", seconds: "Seconds" }
 
 /**
- * The points of a metric, of all runs or of one. lines: Map of run name to { x, y, rows }; rows is
+ * The points of a metric, for all runs or one. lines: Map of run name to { x, y, rows }; rows is
  * the number of rows read from the run's log.
  */
 export class Curves {
@@ -61,7 +61,7 @@ export class Curves {
 /** Return the exponential moving average with bias correction. decay: 0 (no smoothing) to < 1. */
 export function smooth(ys, decay) {
   if (!decay) return ys
-  let sum = 0, weight = 0  // weight: of all values in the sum, 1 in the limit
+  let sum = 0, weight = 0  // weight: total weight of the values in the sum, 1 in the limit
   return ys.map(y => {
     sum = decay * sum + (1 - decay) * y
     weight = decay * weight + 1 - decay
@@ -72,12 +72,12 @@ export function smooth(ys, decay) {
 // ---- styles
 
 const COLORS = 7, DASHES = ["", "7 3", "2 2"]
-/** Return the { color, dash } of the n-th curve: distinct for 21, in light and in dark. */
+/** Return the { color, dash } of the n-th curve; 21 of them are distinct in either theme. */
 export const curveStyle = n => ({
   color: `var(--curve${n % COLORS})`, dash: DASHES[Math.floor(n / COLORS) % DASHES.length] })
 
 const rootStyle = () => getComputedStyle(document.documentElement)
-/** Return the value of a colour now, in this theme, if it is a variable of the style sheet. */
+/** Return a colour; if it is a variable of the style sheet, its value in the current theme. */
 const resolved = color => color.startsWith("var(")
   ? rootStyle().getPropertyValue(color.slice(4, -1)).trim() : color
 
@@ -102,7 +102,7 @@ export function logTicks(low, high) {
     let found = []
     for (let k = first; k < first + powers; k++) found.push(...digits.map(d => d * 10 ** k))
     found = found.filter(value => isInside(value, low, high))
-    const every = Math.ceil(found.length / 10)  // more than 10 powers of ten
+    const every = Math.ceil(found.length / 10)  // > 1 if there are more than 10 powers of ten
     if (found.length >= 4) return found.filter((_, n) => n % every === 0)
   }
   return evenTicks(low, high)
@@ -110,7 +110,7 @@ export function logTicks(low, high) {
 
 /**
  * Return the tops of labels below their lines, moved down where they would overlap. heights:
- * pixels of the lines from the top, ascending; line: pixels of a label.
+ * distances of the lines from the top, ascending; line: height of a label; all in pixels.
  */
 export function spread(heights, line) {
   let next = -Infinity
@@ -126,7 +126,7 @@ export function spread(heights, line) {
 const charts = new Set()  // all charts in the page: a zoom of one zooms all
 let resetting = false  // ignore the range events that Bokeh sends on a reset
 const MAX_LEGEND = 24  // curves in a legend
-const LABEL = 14  // pixels of the height of a mark's label
+const LABEL = 14  // height of a mark's label in pixels
 
 document.addEventListener("theme", () => {
   for (const chart of charts) chart.repaint()
@@ -149,8 +149,8 @@ const columns = names =>
  * A chart in a card, drawn from lines { name, color, dash, x, y, width, alpha },
  * bands { color, x, low, high } and marks { y, text }: dashed horizontal lines, which don't widen
  * the range. Lines with an alpha are not in the legend. csv: address of the numbers; remove():
- * called by its button; axis: a key of axes; onzoom(range), set by the owner: loads the points of a
- * range.
+ * called by the remove button; axis: a key of axes; onzoom(range): set by the owner, loads the
+ * points of a range.
  */
 export class Chart {
   constructor(title, { csv, remove, axis }) {
@@ -180,14 +180,14 @@ export class Chart {
     this.plot = null
   }
 
-  /** Draw again in the colours of the present theme, and keep the zoom. */
+  /** Redraw in the colours of the current theme, and keep the zoom. */
   repaint() {
     if (!this.drawn || !bokeh) return  // the style sheet colours an SVG
     if (this.plot) this.paint()
     this.draw(...this.drawn)
   }
 
-  /** Draw the curves. Only a changed scale of an axis needs a new plot. */
+  /** Draw the curves. Build a new plot only if the scale of an axis has changed. */
   async draw(lines, bands, marks, options) {
     this.drawn = [lines, bands, marks, options]
     const isPositive = key => lines.every(line => line[key].every(value => value > 0))
@@ -195,7 +195,7 @@ export class Chart {
     this.named = lines.filter(line => line.alpha === undefined)
     this.drawLegend()
     if (!bokeh) return this.drawPlain(lines, marks, logx, logy)
-    // Copy the arrays: Bokeh treats the same array, grown by some points, as unchanged.
+    // Copy the arrays: Bokeh treats an array that has grown in place as unchanged.
     const lineData = {
       xs: lines.map(line => [...line.x]), ys: lines.map(line => [...line.y]),
       color: lines.map(line => resolved(line.color)), name: lines.map(line => line.name),
@@ -231,7 +231,7 @@ export class Chart {
       h("path", { d: "M0 4H26", stroke: color, "stroke-width": 2.5, "stroke-dasharray": dash }))
     const shown = this.named.length > 1 ? this.named.slice(0, MAX_LEGEND) : []
     const text = shown.map(({ name, color, dash }) => `${name} ${color} ${dash}`).join("\n")
-    if (text === this.legendText) return  // keep what may be selected or scrolled
+    if (text === this.legendText) return  // unchanged: keep the selection and scroll position
     this.legendText = text
     const more = this.named.length - shown.length
     this.legend.replaceChildren(
@@ -283,7 +283,7 @@ export class Chart {
     plot.on_event("rangesupdate", () => this.zoom(plot.x_range.start, plot.x_range.end))
   }
 
-  /** Move the labels of marks apart, as far as the marks are in the shown range. */
+  /** Move the labels of the marks in the shown range apart. */
   spreadLabels() {
     const { start, end } = this.plot.y_range, data = this.markSource.data
     const scale = this.plot.y_scale.type === "LogScale" ? Math.log : Number
@@ -298,7 +298,7 @@ export class Chart {
     if (String(offset) !== String(data.offset)) this.markSource.data = { ...data, offset }
   }
 
-  /** Return an empty plot with axes and grids. renderers: those whose data its ranges show. */
+  /** Return an empty plot with axes and grids. renderers: its ranges fit their data. */
   frame(logx, logy, renderers) {
     const plot = make("Plot", {
       x_range: make("DataRange1d", { range_padding: 0.01, renderers }),
@@ -328,7 +328,7 @@ export class Chart {
     return plot
   }
 
-  /** Set the colours of the plot to those of the page. */
+  /** Give the plot the colours of the page. */
   paint() {
     const [soft, line, grid] = ["soft", "line", "grid"].map(name => resolved(`var(--${name})`))
     this.rule.setv({ line_color: { value: soft } })
@@ -341,17 +341,17 @@ export class Chart {
     }
   }
 
-  /** Return Bokeh's view of the plot. Without `roots`, older managers are themselves iterable. */
+  /** Return Bokeh's view of the plot. Older managers have no `roots` and are iterable. */
   get view() { return this.manager && [...this.manager.roots ?? this.manager][0] }
 
-  /** Show the x range selected here in all charts with this axis, and load their points in it. */
+  /** Show this x range in all charts with the same axis, and load their points in it. */
   zoom(start, end) {
     if (resetting) return
-    this.plot.y_range.have_updated_interactively = false  // y fits the shown points again
+    this.plot.y_range.have_updated_interactively = false  // fit y to the shown points again
     for (const other of charts) {
       if (!other.plot || other.axis !== this.axis) continue
       if (other !== this) {
-        other.plot.x_range.have_updated_interactively = true  // x is not fitted to the points
+        other.plot.x_range.have_updated_interactively = true  // do not fit x to the points
         other.plot.x_range.setv({ start, end })
       }
       other.onzoom?.({ from: start, to: end })

@@ -1,8 +1,8 @@
 """
 Turn the page's forms into commands of train.py and sweep.py, which run without a shell.
 
-A form can set knobs of train.py and nothing else, but any value is allowed, such as any path:
-whoever knows the token may read what the user may read.
+A form can set only knobs of train.py, but to any value, including any path: whoever knows the
+token may read what the user may read.
 """
 import ast
 import functools
@@ -18,21 +18,21 @@ from engine.files import write_atomic
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
-# {knob: (file of the trainer, variable in it)} of the names that a knob may have as its value.
-# Importing these files would take seconds and import PyTorch.
+# {knob: (source file, variable with the names that are valid values)}. These files are parsed
+# rather than imported, because importing them takes seconds and loads PyTorch.
 NAMES = {"optimizer": ("optim.py", "OPTIMIZERS"),
          "schedule": ("engine/training/validate.py", "CHOICES"),
          "dtype": ("engine/training/hardware.py", "DTYPES"),
          "init_from": ("engine/training/resume.py", "STARTS"),
          "vocab_source": ("engine/text/vocabulary.py", "MADE")}
-OPEN = ("init_from", "vocab_source")  # knobs that may also be a path
-MAX_PATHS = 50  # of a completion
+OPEN = ("init_from", "vocab_source")  # knobs whose value may also be a path
+MAX_PATHS = 50  # max paths in a completion
 
 
 class Command(NamedTuple):
     program: str     # train.py or sweep.py
-    arguments: list  # of str
-    out_dir: str     # the folder of the run or of the sweep's trials; auto: train.py chooses it
+    arguments: list  # list of str
+    out_dir: str     # folder of the run or of the sweep's trials; auto: train.py chooses it
 
     def line(self):
         """Return the command as a user types it in a terminal."""
@@ -66,14 +66,14 @@ def typed(knobs, source="--{}"):
 
 @functools.cache
 def choices():
-    """Return {knob: the names that its value may be}, read from the sources of the trainer."""
+    """Return {knob: names that are valid values}, read from the source files in NAMES."""
     return {knob: names_in(HOME / path, variable, knob) for knob, (path, variable) in NAMES.items()}
 
 
 def names_in(path, variable, knob):
     """
-    Return the strings that a variable of a source file holds: a tuple, the keys of a dict, or if
-    that has the knob, its tuple there.
+    Return the strings in a variable of a source file: the elements of a tuple, or the keys of a
+    dict. If the dict has the key `knob`, return the elements of the tuple under this key.
     """
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == variable:
@@ -89,7 +89,7 @@ def names_in(path, variable, knob):
 
 def data_names():
     """Return the names of data sources that are not paths."""
-    from engine.text.sources import source_names  # here: it imports sentencepiece
+    from engine.text.sources import source_names  # imported here because it loads sentencepiece
     return source_names()
 
 
@@ -100,7 +100,7 @@ def completions(start):
         with os.scandir(os.path.expanduser(folder) or ".") as entries:
             found = [entry.name + "/" * entry.is_dir() for entry in entries
                      if entry.name.startswith(name) and entry.name[0] != "."]
-    except (OSError, ValueError):  # there is no such folder, or it can't be read
+    except (OSError, ValueError):  # the folder is missing or can't be read
         return []
     return [os.path.join(folder, name) for name in sorted(found)[:MAX_PATHS]]
 
@@ -114,7 +114,7 @@ def refuse_missing(data):
 
 
 def presets():
-    """Return ({file name: {knob: value}} of the presets in config/, [errors of the others])."""
+    """Return ({file name: {knob: value}} of the presets in config/, [error of each other one])."""
     found, errors = {}, []
     for path in sorted((HOME / "config").glob("*.py")):
         try:
@@ -179,7 +179,7 @@ def sweep_command(knobs, preset, sweep, runs):
         spec = object_in(parameters, name)
         values = spec.get("values", [spec.get("min"), spec.get("max")])
         if not isinstance(values, list) or not values:
-            values = [None]  # has no valid value: typed() refuses it for a number
+            values = [None]  # no valid value: typed() refuses None for a number
         for value in values:
             typed({name: value})
     knobs = typed(knobs)
@@ -194,7 +194,7 @@ def sweep_command(knobs, preset, sweep, runs):
                "metric": {"name": "loss/val", "goal": "minimize"},
                "parameters": {name: {"value": value} for name, value in fixed.items()} | parameters}
     text = json.dumps(content, indent=1)
-    # The name has a hash of the content: no later sweep overwrites the file of one in the queue.
+    # The name has a hash of the content, so no later sweep overwrites the file of a queued one.
     name = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     path = runs.state / f"{name}.json"
     write_atomic(path, text)
@@ -214,7 +214,8 @@ def check_arguments(job, folder):
     first, *rest = job["arguments"] or [""]
     if is_sweep and first not in map(str, folder.glob("sweep-*.json")):
         refuse(f"{first}: expected the file of a sweep that the page has written")
-    # A training may begin with a preset, as a path from the folder where the job was queued.
+    # The first argument of a training may be a preset, as a path relative to the folder where the
+    # job was queued.
     paths = [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]
     if not is_sweep and first not in paths:
         rest = job["arguments"]

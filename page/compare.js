@@ -1,5 +1,5 @@
 // The view "Runs": charts of all runs, a table of their settings and results, parallel coordinates.
-// The view of one run, follow.js, uses the charts, too.
+// The view of one run, follow.js, also uses the charts.
 import {
   debounce, downloadFrom, format, get, link, listen, notify, post, state, status, throttle,
 } from "./app.js"
@@ -7,7 +7,7 @@ import { Chart, Curves, axes, curveStyle, smooth } from "./charts.js"
 import { button, card, h, row, select, soft, table } from "./dom.js"
 import { t } from "./words.js"
 
-/** Return the user's choices for the charts. They are in the address, so that links keep them. */
+/** Return the user's chart settings. They are in the address, so that links keep them. */
 const choices = () => ({
   axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
   logy: state.get("logy", "1") === "1", decay: Number(state.get("smooth", "0")) })
@@ -36,8 +36,8 @@ const YARDSTICKS = { chance: "chance", unigram: "token frequencies", gzip: "gzip
   floor: "no model can beat" }
 
 /**
- * Return the yardsticks of a metric as marks of a Chart, where they are the same for all runs. They
- * are in bits per byte; a run's losses in both units tell how many nats per token that is.
+ * Return the yardsticks of a metric as marks of a Chart, if they are the same for all runs. They
+ * are in bits per byte; the ratio of a run's losses in both units converts them to nats per token.
  */
 export function yardsticks(metric, runs) {
   const factor = ({ results }) => {
@@ -64,9 +64,9 @@ export function yardsticks(metric, runs) {
 }
 
 /**
- * A grid of charts. run: the only run to draw, or "" for all; styleOf(name): { color, dash, hidden,
- * group } of a run; marksOf(metric): marks of its Chart; defaultMetrics: the metrics shown unless
- * the address names others.
+ * A grid of charts. run: the only run to draw, or "" for all; styleOf(name): returns { color, dash,
+ * hidden, group } of a run; marksOf(metric): returns the marks of its Chart; defaultMetrics: the
+ * metrics to show unless the address names others.
  */
 export class Charts {
   constructor({ run = "", styleOf, marksOf, defaultMetrics }) {
@@ -91,7 +91,7 @@ export class Charts {
     markTime(mark)
   }
 
-  /** Make and draw all charts. ready: a promise; the runs' styles are known once it resolves. */
+  /** Make and draw all charts. ready: a promise that resolves when the runs' styles are known. */
   async build(ready) {
     this.end()
     this.charts = this.metrics.map(metric => this.make(metric))
@@ -150,7 +150,7 @@ export class Charts {
     })
   }
 
-  /** Take over a live event: draw its points, or load all points again. */
+  /** Handle a live event: draw its points, or load all points again. */
   add(event) {
     for (const { curves, reload } of this.charts) {
       const result = event.hello ? "again" : curves.add(event)
@@ -161,7 +161,7 @@ export class Charts {
 
   end() { this.charts.forEach(one => one.chart.end()) }
 
-  /** Make the drop-down that adds a chart. names: of metrics. */
+  /** Make the drop-down that adds a chart. names: names of metrics. */
   adder(names) {
     const add = name => name && this.show([...this.metrics, name])
     const drawn = names.filter(name => !name.startsWith("yardstick/"))
@@ -186,7 +186,7 @@ function compareValues(a, b, descending) {
   return descending ? -order : order
 }
 
-/** Return the title of a column: names of metrics and settings are the same in each language. */
+/** Return the title of a column. Names of metrics and settings are not translated. */
 function titleOf(column) {
   const [first, ...rest] = column.split(" ")
   const words = { best: t("best"), last: t("last"), setting: t("setting") }
@@ -194,11 +194,11 @@ function titleOf(column) {
     ? `${words[first]} ${rest.join(" ")}` : t(column)
 }
 
-/** Tell whether the window is wider than a telephone, where the controls of charts are folded. */
+/** Return whether the window is wider than on a phone, where chart controls are collapsed. */
 export const isWide = () => innerWidth > 800
 
 export async function show(main) {
-  let found       // the answer of api/runs
+  let found       // the response of api/runs
   let order = []  // its runs that match the filter, sorted
   let reads = 0   // reloads while the server was still reading logs
   const hidden = new Set(state.getJson("hide", [])), styles = new Map()
@@ -207,11 +207,11 @@ export async function show(main) {
   const isShown = run => !styleOf(run.name).hidden
   const marksOf = metric => yardsticks(metric, found.runs.filter(isShown))
   const charts = new Charts({ styleOf, marksOf, defaultMetrics: ["loss/val", "loss/train"] })
-  const opened = new Set(state.getJson("open", []))  // names of groups whose runs are shown
-  let groups = []  // groups of runs that differ in the seed alone, with all of their runs in order
+  const opened = new Set(state.getJson("open", []))  // names of the expanded groups
+  let groups = []  // groups of runs that differ only in the seed, if the filter matches all
   const body = card(), parallel = h("div"), note = h("div")
   const tools = h("details", { class: "card tools" })
-  /** Tell the state of a run; of a group that of its slowest training, or what all share. */
+  /** Return the state of a run; for a group, its slowest training's, or the one shared by all. */
   function statusOf(run) {
     if (!run.runs) return status(run, jobs.find(job => job.out_dir === run.name))
     const members = found.runs.filter(member => run.runs.includes(member.name))
@@ -222,15 +222,15 @@ export async function show(main) {
     return all.every(([text]) => text === all[0][0]) ? all[0] : ["", "soft"]
   }
 
-  /** Return the cells of a run or of a group of runs, { column: value }. */
+  /** Return the cells of a run or of a group of runs as { column: value }. */
   const values = run => ({ ...run.settings, ...run.results, run: run.name, tags: run.tags,
     status: statusOf(run)[0] })
-  /** Return what the table is sorted by: the user's choice, or the metric from good to bad. */
+  /** Return the sort order of the table: the user's choice, or the metric from good to bad. */
   const sorting = () => state.get("sort")
     ? { column: state.get("sort"), descending: state.get("down") === "1" }
     : { column: found.sort, descending: found.descending }
 
-  /** Return the filter as a regular expression that matches all if the user's is malformed. */
+  /** Return the filter as a regular expression; if it is malformed, one that matches all. */
   function filter() {
     try {
       return new RegExp(state.get("filter"), "i")
@@ -240,7 +240,7 @@ export async function show(main) {
     }
   }
 
-  /** Return the group of runs that differ in the seed alone that a run belongs to, if any. */
+  /** Return a run's group, whose runs differ only in the seed, if it has one. */
   const groupOf = run => groups.find(group => group.runs.includes(run.name))
   const closedGroup = run => {
     const group = groupOf(run)
@@ -248,9 +248,9 @@ export async function show(main) {
   }
 
   /**
-   * Sort and filter the runs, those of other programs last, and set the style of each: colour,
-   * dash, group, whether it is hidden. The runs of a group follow each other. A closed group of
-   * runs that differ in the seed alone is drawn as one curve, unless the user groups by a setting.
+   * Filter and sort the runs, those of other programs last, and set the style of each: colour,
+   * dash, group, whether it is hidden. The runs of a group are adjacent. A collapsed group of runs
+   * that differ only in the seed is drawn as one curve, unless the user groups by a setting.
    */
   function arrange() {
     const by = state.get("group"), pattern = filter(), { column, descending } = sorting()
@@ -268,7 +268,7 @@ export async function show(main) {
       styles.set(run.name, {
         hidden: hidden.has(run.name), group, ...own || curveStyle(keys.indexOf(keyOf(run))) })
     }
-    // The row of the table that decides a run's place, and the values to sort by, computed once.
+    // A run is sorted by the row of its group, if any, then by its own. Compute the values once.
     const keyed = matching.map(run => {
       const row = groupOf(run) ?? run
       return { run, row, ofRow: values(row)[column], ofRun: values(run)[column] }
@@ -280,9 +280,9 @@ export async function show(main) {
   }
 
   /**
-   * Return the settings in which the shown rows differ. A run of another program need not have the
-   * same settings: it differs only from others that have them. A closed group has no settings in
-   * which its runs may differ, such as the seed.
+   * Return the settings in which the shown rows differ. Runs of other programs may lack a setting,
+   * so only those that have it are compared, separately from ours. A collapsed group has no
+   * settings in which its runs may differ, such as the seed.
    */
   function differing() {
     const shown = order.filter(isShown), compared = shown.length ? shown : order
@@ -295,7 +295,7 @@ export async function show(main) {
     return found.settings.filter(name => count(false, name) > 1 || count(true, name) > 1)
   }
 
-  /** Draw all again after a change of the user's choices. reload: true: load new points. */
+  /** Redraw everything after the user has changed a setting. reload: true loads new points. */
   function changed(reload) {
     arrange()
     drawTable()
@@ -303,7 +303,7 @@ export async function show(main) {
     else charts.draw()
   }
 
-  /** Tell what to know before comparing. */
+  /** Warn if the losses of the runs are not comparable. */
   function drawNote() {
     const text = t("Vocabularies differ, so losses per token do not compare; bits per byte do")
     note.replaceChildren(found.vocabularies_differ ? soft(text) : "")
@@ -331,7 +331,7 @@ export async function show(main) {
       h("button", { onclick: sort }, titleOf(name), isSorted && (descending ? " ▾" : " ▴")))
   }
 
-  /** Make the row of a group: its means. update() fills it, as it does those of runs. */
+  /** Make the row of a group for its means, with empty cells; update() fills them. */
   function groupRow(group, columns) {
     const { name, runs, n } = group, isOpen = opened.has(name)
     const toggle = () => {
@@ -372,8 +372,8 @@ export async function show(main) {
   }
 
   /**
-   * Draw the table: what it is sorted by at first, the state and other results before settings;
-   * runs of other programs in the end.
+   * Draw the table. Its columns are the default sort column, the state, other results, settings
+   * and tags. Runs of other programs are at the end.
    */
   function drawTable() {
     const settings = differing()
@@ -414,7 +414,7 @@ export async function show(main) {
       }
       const [text, kind] = statusOf(run), cell = line.querySelector("[data-column=status]")
       cell.className = kind
-      cell.title = text  // a long one is cut
+      cell.title = text  // shows the whole text if the cell cuts it off
       if (!group) line.querySelector(".odd").textContent = run.odd || ""
     }
   }
@@ -443,7 +443,7 @@ export async function show(main) {
       button(t("Save as one HTML file"), saveShown)))
   }
 
-  /** Read the table. Return whether the default charts are others than before. */
+  /** Load the table. Return whether the default charts have changed. */
   async function load() {
     const before = found?.metric
     found = await get("api/runs")
@@ -462,7 +462,7 @@ export async function show(main) {
     if (run) {
       const isGrouped = found.groups.some(group => group.runs.includes(run.name))
       const isEvaluated = found.metric in (event.rows ?? {}) || run.training !== event.run.training
-      const isFirst = !run.rows  // from now on it may belong to a group
+      const isFirst = !run.rows  // once it has rows, it may belong to a group
       Object.assign(run, event.run)
       if (isFirst || isGrouped && isEvaluated) reload()  // the server computes the means
       updateLater()
@@ -474,7 +474,7 @@ export async function show(main) {
     charts.add(event)
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, note, charts.place, body, parallel)
-  if (!state.get("charts")) await ready  // it tells the default charts
+  if (!state.get("charts")) await ready  // it sets the default charts
   await Promise.all([charts.build(ready), ready.then(drawTools)])
   // Let the browser paint the curves before the table is made.
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)))

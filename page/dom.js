@@ -25,12 +25,12 @@ export const soft = (...children) => h("p", { class: "soft" }, ...children)
 export const row = (...children) => h("div", { class: "row" }, ...children)
 export const button = (text, onclick, attributes) => h("button", { onclick, ...attributes }, text)
 
-/** Make a framed section. title: text of its heading, or "". */
+/** Make a framed section. title: its heading, or "" for none. */
 export const card = (title, ...children) =>
   h("section", { class: "card" }, title && h("h2", {}, title), ...children)
 
 /**
- * Make a table in a box that scrolls on its own. name: its label for screen readers; kind: its CSS
+ * Make a table in a scrollable box. name: its label for screen readers; kind: its CSS
  * class. heads: texts or th elements; rows: tr elements, or lists of texts, elements, td and th.
  */
 export function table(name, heads, rows, kind = "left") {

@@ -9,7 +9,7 @@ from page.server import Response
 from page.talk import (IGNORED_FIELDS, ApiError, Field, checked, error, prompt_tokens,
                        refuse_unknown)
 
-MAX_INPUTS = 2048  # texts of a request, as OpenAI has it
+MAX_INPUTS = 2048  # max texts in a request, as in OpenAI's API
 FIELDS = {
     "model": None, "input": None,  # checked where they are used
     "encoding_format": Field((str,), "'float' or 'base64'", lambda s: s in ("float", "base64")),
@@ -52,7 +52,7 @@ class Embeddings:
 
     def embeddings(self, loaded, texts, gone):
         """
-        Return the embeddings of texts, each (dim,) float32 of length 1; fewer if the client leaves.
+        Return the embeddings of texts, each (dim,) float32 with norm 1; fewer if the client leaves.
         Raises llamac.Error.
 
         texts: the tokens of each; gone(): returns whether the client has closed the connection.
@@ -87,7 +87,7 @@ def input_tokens(model, body):
 
 
 def unit_length(embedding):
-    """Return an embedding scaled to length 1; one of zeros stays as it is."""
+    """Return an embedding scaled to norm 1; an embedding of zeros is returned unchanged."""
     length = np.linalg.norm(embedding)
     return embedding / length if length > 0 else embedding
 

@@ -28,7 +28,7 @@ export async function show(main) {
   const top = h("div", { class: "card" }), tables = h("div"), side = h("div")
   const job = () => jobs.find(other => other.out_dir === name)
 
-  /** Tell when a training ends, by its clock or by its steps, or the clock that has ended it. */
+  /** Return the time limit that has ended the training, or when it will end and why, in words. */
   function clockWords() {
     const { ended_by } = run
     if (["minutes", "max_minutes"].includes(ended_by) && run.config[ended_by] > 0) {
@@ -43,7 +43,7 @@ export async function show(main) {
     return ` · ${timeLeft(run)} (${limit}, ${t("until {time}").replace("{time}", hour)})`
   }
 
-  /** Tell the step, and of how many where the steps and not a clock end the training. */
+  /** Return the step in words, with the total if the number of steps ends the training. */
   function stepWords() {
     const { iter = 0 } = run.results, { minutes, max_minutes } = run.config, end = run.ended_by
     const hasClock = minutes > 0 || max_minutes > 0
@@ -80,7 +80,7 @@ export async function show(main) {
       run.odd ? h("p", { class: "bad" }, run.odd) : "")
   }
 
-  /** Return the [knob, value] pairs that fill the form with a copy of this run. */
+  /** Return the [knob, value] pairs with which the form copies this run. */
   function settings() {
     return Object.entries({ ...run.config, out_dir: `${name}-2` }).filter(([knob, value]) =>
       knob in knobs && knob !== "init_from" && value !== knobs[knob].value)
@@ -107,7 +107,7 @@ export async function show(main) {
 
   /** Draw the column beside the curves. */
   function drawSide() {
-    /** Fold the alerts of a kind into one line. */
+    /** Collapse the alerts of each kind into one line. */
     const alerts = run.alerts.map(([title, count, texts]) => {
       const words = fill(title, texts[0][1])
       return h("details", { class: "bad" },
@@ -136,7 +136,7 @@ export async function show(main) {
       copyable(`./run ${quote(`${name}/${file}`)} -i ${quote(prompt)}`)])
   }
 
-  /** Show the end of what a job prints. */
+  /** Show the end of a job's output. */
   function output(id) {
     const place = h("pre", { tabindex: 0 })
     get("api/console", { job: id }).then(({ text }) => {
@@ -197,7 +197,7 @@ export async function show(main) {
 /** Quote a text for a shell. */
 const quote = text => `'${text.replaceAll("'", "'\\''")}'`
 
-/** Make a cell of a table of texts and numbers. */
+/** Make a table cell with a text or a number. */
 function textCell(value) {
   const kind = typeof value === "number" ? "number" : String(value).length > 24 && "long"
   return h("td", { class: kind }, format(value))

@@ -16,9 +16,9 @@ from page.server import Response, as_download
 from page.talk import model_files
 
 MAX_SECONDS = 120  # time limit of the process
-MAX_TEXT = 20_000  # characters
+MAX_TEXT = 20_000  # max characters of a text
 FOLDER = Path(__file__).parent
-# Template of the file to save, which needs no server and no other file.
+# Template of the file to save, which works without a server and without other files.
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy"
@@ -33,13 +33,13 @@ draw(document.getElementById("main"), data)</script>
 
 def html(data):
     """
-    Return an HTML file with the view and its data. data: what inside.describe() returns; each `<`
+    Return an HTML file with the view and its data. data: the result of inside.describe(); each `<`
     in it is escaped, so that no text can close the script element.
     """
     style, dom, look = ((FOLDER / name).read_text(encoding="utf-8")
                         for name in ("style.css", "dom.js", "look.js"))
     data = json.dumps(data).replace("<", "\\u003c")
-    view = dom + re.sub(r"^import .*\n", "", look, flags=re.M)  # its one import is dom.js
+    view = dom + re.sub(r"^import .*\n", "", look, flags=re.M)  # its only import is dom.js
     return PAGE.format(style=style, view=view, data=data)
 
 
@@ -63,7 +63,7 @@ class Inside:
         return found
 
     def list(self, request):
-        """Return {"models": their names, "prompts": {run: the first prompt of its samples}}."""
+        """Return {"models": [name, ...], "prompts": {run: the first prompt of its samples}}."""
         prompts = {name: first_prompt(run.config) for name, run in list(self.runs.runs.items())}
         known = {name: prompt for name, prompt in prompts.items() if prompt}
         return {"models": list(self.paths()), "prompts": known}

@@ -28,11 +28,11 @@ from page.programs import ClientGone, OneAtATime
 from page.server import json_object
 from page.state import make_state_folder
 
-MAX_JOBS = 1000        # in jobs.json; beyond it the oldest are dropped, if they have ended
-MAX_SHOWN = 200        # jobs in a response
-MAX_OUTPUT = 20_000    # bytes of a program's output in a response
-MAX_ERROR = 500        # characters of a failed job's last line
-PREVIEW_SECONDS = 120  # time limit of a preview of data and of an estimate
+MAX_JOBS = 1000        # max jobs in jobs.json; beyond it, the oldest ended jobs are dropped
+MAX_SHOWN = 200        # max jobs in a response
+MAX_OUTPUT = 20_000    # max bytes of a program's output in a response
+MAX_ERROR = 500        # max characters of a failed job's last line
+PREVIEW_SECONDS = 120  # time limit for a data preview and for an estimate
 PROGRAMS = ("train.py", "sweep.py")
 STATES = ("queued", "running", "stopped", "failed", "ended")
 
@@ -68,7 +68,7 @@ def read_queue(path):
 
 
 def without_old(jobs):
-    """Return the jobs without the oldest ended ones, as many as there are beyond MAX_JOBS."""
+    """Drop the oldest ended jobs beyond MAX_JOBS jobs in all. Return the others."""
     ended = [job["id"] for job in jobs if job["state"] not in ("queued", "running")]
     excess = max(0, len(jobs) - MAX_JOBS)
     dropped = set(ended[:excess])
@@ -151,7 +151,7 @@ class Jobs:
             alive = child.poll() is None if child else self.is_alive(job)
             if alive:
                 continue
-            failed = child and child.returncode  # the exit code of an earlier page's job is unknown
+            failed = child and child.returncode  # exit code; unknown if an earlier page started it
             job["state"] = "stopped" if job.get("stopped") else "failed" if failed else "ended"
             if job["state"] == "failed":
                 job["error"] = last_line(self.output(job))
@@ -220,7 +220,7 @@ class Jobs:
                 "root": str(self.runs.root), "at_once": self.at_once, "data": data_names()}
 
     def paths(self, request):
-        """Return what the path of data may be, after its beginning in the query "start"."""
+        """Return the paths that begin with the query "start", to complete the path of data."""
         return {"paths": completions(request.query.get("start", ""))}
 
     def line(self, request):
@@ -244,7 +244,7 @@ class Jobs:
     def stop(self, request):
         """
         Stop the training of {"run": name} or the job {"job": id}. A training stops as after Ctrl-C:
-        it saves a checkpoint first. A job that still waits will not start.
+        it saves a checkpoint first. A queued job will not start.
         """
         body = request.json()
         with self.lock:
@@ -274,7 +274,7 @@ class Jobs:
         return {}
 
     def console(self, request):
-        """Return the end of a job's output, and why the job can't start if that is so."""
+        """Return a job's state and the end of its output; if it can't start, also the reason."""
         job = self.job(request.query.get("job"))
         error = self.error if job["state"] == "queued" else ""
         return {"text": tail(self.output(job)) + error, "state": job["state"]}
@@ -299,7 +299,7 @@ def printed(command, programs, gone=lambda: False):
     """
     Return the end of what a Python program prints, or a message if it takes too long.
 
-    programs: a OneAtATime, which runs the command; gone: as of its run().
+    programs: a OneAtATime, which runs the command; gone: see OneAtATime.run().
     """
     try:
         _, out, _ = programs.run(command, PREVIEW_SECONDS, gone, stderr=subprocess.STDOUT)
@@ -320,7 +320,7 @@ def terminate(kill, pid):
 
 
 def last_line(path):
-    """Return the last line of a job's output that is not empty, which tells why it failed."""
+    """Return the last non-empty line of a job's output, which shows why the job failed."""
     lines = [line.strip() for line in tail(path).split("\n")]
     return next((line[:MAX_ERROR] for line in reversed(lines) if line), "")
 

@@ -39,8 +39,8 @@ def is_locked(path):
 
 def trainer_pid(folder, holders):
     """
-    Return the id of the process that trains in a folder on this machine, or None. holders: what
-    lock_holders() has returned.
+    Return the id of the process that trains in a folder on this machine, or None. holders: the
+    result of lock_holders().
 
     A trainer writes its process id into trainer.json and holds the lock on that file. Both must
     agree, because the caller may stop this process, and anyone may have written the file.
@@ -48,7 +48,7 @@ def trainer_pid(folder, holders):
     path = os.path.join(folder, "trainer.json")
     try:
         found = os.lstat(path)
-        # A link possibly leads to another run's file, whose trainer would be stopped.
+        # A link may point to another run's file, and the caller would stop that run's trainer.
         if stat.S_ISLNK(found.st_mode):
             return None
         # Processes with a lock on a file of this inode; None: unknown, so the lock is tried.

@@ -11,7 +11,7 @@ const tint = (opacity, color = BLUE) => `rgb(${color} / ${clamp(opacity).toFixed
 const percent = p => p >= 0.9995 ? "100 %" : `${(100 * p).toFixed(p < 0.1 ? 2 : 1)} %`
 const heading = (...children) => h("th", { scope: "row" }, ...children)
 
-/** Replace the white space of a token by visible signs. */
+/** Replace the white space of a token by visible symbols. */
 function visible(token) {
   if (token === "") return "∅"
   return token.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ | $/g, "␣")
@@ -19,33 +19,33 @@ function visible(token) {
 
 /** Format a likely next token and its probability. */
 const formatLikely = ([token, p]) => `${visible(token)} ${percent(p)}`
-/** Make a cell of a probability, darker for a higher one. p: undefined for the next token. */
+/** Make a cell with a probability, darker if higher. p: undefined for the unknown next token. */
 const probabilityCell = p =>
   h("td", { style: `background:${tint(0.7 * (p ?? 0))}` }, p === undefined ? "" : percent(p))
 
-/** Decode a row-major tensor, its data float32 in base64, into { shape, at(...index) }. */
+/** Decode a row-major tensor of float32 numbers in base64 into { shape, at(...index) }. */
 function tensor({ shape, data }) {
   const values = floats(data)
   const offset = index => index.reduce((sum, i, n) => sum * shape[n] + i, 0)
   return { shape, at: (...index) => values[offset(index)] }
 }
 
-/** Return [a canvas, its drawing context]. width, height: in pixels; the style may scale them. */
+/** Return [canvas, its drawing context]. width, height: in pixels; the style may scale them. */
 function canvas(width, height, style, attributes) {
   style = `image-rendering:pixelated;${style}`
   const element = h("canvas", { width, height, style, ...attributes })
   return [element, element.getContext("2d")]
 }
 
-// Each function in VIEWS takes { data, state, show, t }: the description; the user's choices
-// { view, Layer, head, query }, the last three counted from 0; show(changes), which changes them
-// and draws again; and the function that translates a text.
+// Each function in VIEWS takes { data, state, show, t }. data: the description; state: the user's
+// choices { view, Layer, head, query }, where the last three count from 0; show(changes): changes
+// them and redraws; t: translates a text.
 
 /** Draw the attention of all heads: rows are queries, columns are keys, opacity is the weight. */
 function allHeads({ data, show, t }) {
   const [layers, heads, T] = data.attention.shape
   const size = Math.max(48, Math.min(150, Math.floor(900 / heads)))
-  const color = [46, 134, 222]  // on light and on dark: a change of the theme draws nothing anew
+  const color = [46, 134, 222]  // visible in both themes, because a theme change redraws nothing
   function picture(layer, head) {
     const [element, context] = canvas(T, T, `width:${size}px;height:${size}px;display:block`)
     const image = context.createImageData(T, T)
@@ -68,7 +68,7 @@ function allHeads({ data, show, t }) {
     h("div", { class: "scroll" }, range(layers).map(layerRow))]
 }
 
-/** Make the drop-downs of layer and head. "Layer" and "head" are both titles and names in state. */
+/** Make the drop-downs of layer and head. "Layer" and "head" are titles and names in `state`. */
 function picker({ data, state, show, t }) {
   return ["Layer", "head"].map((name, axis) => {
     const options = range(data.attention.shape[axis]).map(i => [i, i + 1])
@@ -91,7 +91,7 @@ function oneHead(view) {
     const p = weight(query, key)
     return box(right - 2, key, 130, { fill: tint(0.75 * p) }, h("title", {}, percent(p)))
   }
-  /** Draw the lines of all queries, or of one and mark its keys. */
+  /** Draw the lines of all queries; with `only`, those of one query, and mark its keys. */
   function paint(only) {
     const queries = only === undefined ? range(T) : [only]
     const keys = query => range(query + 1).filter(key => weight(query, key) >= 0.01)
@@ -119,7 +119,7 @@ function oneHead(view) {
     h("div", { class: "scroll" }, picture)]
 }
 
-/** Draw a query and the keys up to it, number by number. Their products add up to the score. */
+/** Draw the elements of a query, of its keys and of their products, whose sum is the score. */
 function queryAndKeys(view) {
   const { data, state, show, t } = view
   const { q, k } = data, size = q.shape[3]
@@ -157,7 +157,7 @@ function queryAndKeys(view) {
 
 /** Draw the text, darker the more probable a token, and a table with the likeliest next tokens. */
 function probabilities({ data, t }) {
-  // predictions[i] is about the token i + 1; the last one is about the token after the text.
+  // predictions[i] predicts token i + 1; the last one predicts the token after the text.
   const tokens = data.tokens.slice(1).map((token, i) => ({ token, ...data.predictions[i] }))
   const nats = tokens.reduce((sum, { p }) => sum - Math.log(Math.max(p, 1e-12)), 0) / tokens.length
   const span = ({ token, p, rivals }) => h("span", {
@@ -172,7 +172,7 @@ function probabilities({ data, t }) {
     table(t("Probabilities"), [t("token"), "p", "1", "2", "3"], [...tokens, next].map(line))]
 }
 
-/** Draw the logit lens: final norm and classifier on each layer's residual, the last one on top. */
+/** Draw the logit lens: final norm and classifier on each layer's residual, last layer on top. */
 function lens({ data, t }) {
   const cell = ({ rivals, p }) => {
     const actual = p === undefined ? "" : `; ${t("actual")}: ${percent(p)}`
@@ -187,7 +187,7 @@ function lens({ data, t }) {
     table(t("Logit lens"), ["", ...data.tokens.map(visible)], rows.reverse(), "")]
 }
 
-/** List the nearest embeddings of each token, once for each distinct one. */
+/** List the nearest embeddings of each distinct token. */
 function neighbours({ data, t }) {
   const first = [...data.ids.keys()].filter(i => data.ids.indexOf(data.ids[i]) === i)
   const near = ([token, cosine]) => `${visible(token)} ${cosine.toFixed(2)}`

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 
-running = set()  # Popen objects of the programs that requests wait for
+running = set()  # Popen objects of the programs for which requests wait
 
 
 class ClientGone(Exception):
@@ -68,7 +68,7 @@ def run_now(arguments, seconds, gone, data=b"", **options):
 
 
 def end(program):
-    """Terminate a program that still runs; kill it if it needs more than ten seconds to end."""
+    """Terminate a program if it still runs; kill it if it does not end within ten seconds."""
     if program.poll() is not None:
         return
     program.terminate()

@@ -16,13 +16,13 @@ from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
 from track import AnomalyDetector, parse_row
 
-BUSY = 0.15          # max seconds that live events read logs before other requests get their turn
-MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
-MAX_NEW_ROWS = 200   # rows in a live event; for more, the client reads the curves again
-MAX_ALERTS = 50      # of a kind in a run's details, which the two below limit, too
-PACE_ROWS = 50       # latest rows of the log that a training's speed is taken from
-MAX_TABLES = 40      # rows of the log that have tables
-MAX_FILES = 100      # model files
+BUSY = 0.15          # max seconds for which live events read logs before other requests get a turn
+MAX_JSON = 1 << 24   # max bytes of a JSON file other than config.json
+MAX_NEW_ROWS = 200   # max rows in a live event; for more, the client loads the curves again
+MAX_ALERTS = 50      # max alerts of each kind in a run's details
+PACE_ROWS = 50       # max rows at the end of the log from which the training speed is computed
+MAX_TABLES = 40      # max rows with tables in a run's details
+MAX_FILES = 100      # max model files in a run's details
 
 
 def json_of(path):
@@ -35,7 +35,7 @@ def json_of(path):
 
 def clean(value):
     """
-    Return a value that JSON and JavaScript can represent: an infinity or NaN becomes None, and an
+    Return a value that JSON and JavaScript can represent: infinities and NaN become None, and an
     integer of more than 64 bits becomes a text.
     """
     if isinstance(value, dict):
@@ -54,12 +54,12 @@ def cell(value):
 
 
 def numbers_of(results):
-    """Return those of {column: value} that the table or a chart may show."""
+    """Return the items of {column: value} that the table or a chart may show."""
     return {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
 
 
 def tables(run):
-    """Return [{"iter": number, table: its rows}] of the latest rows of a log that have tables."""
+    """Return [{"iter": step, table: its rows}] for the latest rows of a log that have tables."""
     found = []
     with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         for offset, length in run.tables[-MAX_TABLES:]:
@@ -72,8 +72,8 @@ def tables(run):
 
 def alerts(names, columns):
     """
-    Return the alerts of a run whose columns have these names: [title, number of alerts, the latest
-    [text, {name: value in title and text}]] of each kind.
+    Return the alerts of a run: for each kind [title, number of alerts, latest alerts], where an
+    alert is [text, {name: value in title and text}]. names: those of the columns.
     """
     found, detector = {}, AnomalyDetector()
     for values in zip(*(column.tolist() for column in columns)):
@@ -87,8 +87,8 @@ def alerts(names, columns):
 
 def ended_by(run):
     """
-    Return what ended a run's training, as result.json names it; "" if that is unknown. A crash
-    leaves the result of an earlier session, whose step is not that of the log's last row.
+    Return what ended a run's training, as named in result.json; "" if that is unknown. After a
+    crash, result.json is from an earlier session: its step differs from the log's last step.
     """
     found = json_of(run.folder / "result.json")
     is_last = found.get("iter") == run.metrics.get("iter")
@@ -97,13 +97,13 @@ def ended_by(run):
 
 def time_left(run):
     """
-    Estimate when a training ends. Return {"left": seconds, "share": part that is done, "clock":
-    the setting "minutes" or "max_minutes" if that ends it, "" if its steps do}; None if that can't
-    be known yet.
+    Estimate when a training ends. Return {"left": seconds, "share": fraction that is done, "clock":
+    "minutes" or "max_minutes" if this setting will end it, "" if the number of steps will}; None if
+    no estimate is possible yet.
     """
     times, steps = run.columns.get("time", ()), run.columns.get("iter", ())
     try:
-        begun = os.stat(run.folder / "trainer.json").st_mtime  # of this session
+        begun = os.stat(run.folder / "trainer.json").st_mtime  # start of this session
     except OSError:
         return None
     if not times or len(times) != len(steps):
@@ -114,15 +114,15 @@ def time_left(run):
     minutes, max_minutes, max_iters = (
         value if compare.is_finite(value := config.get(name)) and value > 0 else 0
         for name in ("minutes", "max_minutes", "max_iters"))
-    if minutes:  # of all sessions, from the start of the program on
+    if minutes:  # time budget of all sessions, from the start of the program
         used = now - begun
-        if first:  # there were sessions before
+        if first:  # there were earlier sessions
             used = 60 * run.minutes + now - times[-1]
         found.append((60 * minutes - used, used / (60 * minutes), "minutes"))
-    elif max_minutes:  # of this session
+    elif max_minutes:  # time limit of this session
         used = now - times[first] if first < len(times) else 0.0
         found.append((60 * max_minutes - used, used / (60 * max_minutes), "max_minutes"))
-    # A pause between two sessions is not part of the pace.
+    # Use only rows of this session: a pause between sessions would distort the pace.
     first = max(first, len(times) - PACE_ROWS)
     if max_iters and first < len(times) and steps[-1] > steps[first]:
         pace = (times[-1] - times[first]) / (steps[-1] - steps[first])
@@ -138,10 +138,10 @@ def time_left(run):
 
 def normal(run):
     """
-    Return [[part of a sentence, {name: value in it}]]: whether the loss of a run is normal (see
-    engine/text/yardsticks.py), or [] if the run has no yardsticks.
+    Return sentences that judge whether a run's loss is normal (see engine/text/yardsticks.py), as
+    [[part of a sentence, {name: value in it}]]; [] if the run has no yardsticks.
     """
-    from engine.text import yardsticks  # here: it imports sentencepiece
+    from engine.text import yardsticks  # imported here because it loads sentencepiece
     row = {name: value for name, value in run.metrics.items() if compare.is_finite(value)}
     found = {name.partition("/")[2]: value for name, value in row.items()
              if name.startswith("yardstick/")}
@@ -155,8 +155,8 @@ def normal(run):
 
 def evaluations(folder):
     """
-    Return the results of evaluate.py in a run's folder, without those whose types are wrong: anyone
-    may have written the file. An earlier version kept one result, without the name of its kind.
+    Return the results of evaluate.py in a run's folder, except those with wrong types: anyone may
+    have written the file. An earlier version stored a single result, without the name of its kind.
     """
     found = json_of(folder / "evaluation.json")
     results = [found] if "accuracy" in found else list(found.values())
@@ -183,7 +183,7 @@ def evaluation(found):
 
 
 class RunApi:
-    """The routes. extra: a function that returns {name: value}, which live events also report."""
+    """The routes. extra: a function that returns {name: value}; live events report these too."""
 
     def __init__(self, runs, extra=dict):
         self.runs, self.extra = runs, extra
@@ -201,9 +201,9 @@ class RunApi:
 
     def entry(self, run):
         """
-        Return a run's row of the table. "odd": what could not be read of it, or ""; "foreign":
-        whether another program than train.py wrote it; "ended_by" and "time_left": of the functions
-        with these names.
+        Return a run's row of the table. "odd": a message about what could not be read, or "";
+        "foreign": whether a program other than train.py wrote the run; "ended_by" and "time_left":
+        the results of the functions with these names.
         """
         results = self.runs.attempt(run, Run.results, {}) if run.count else {}
         training = self.runs.trainers.get(run.name) is not None
@@ -216,10 +216,10 @@ class RunApi:
 
     def groups(self, read, settings, metric):
         """
-        Return an entry for each group of runs that differ in the seed alone: {"name", "runs": their
-        names, "n", "mean", "sd": of `metric` as compare.py computes them, "results": means,
+        Return an entry for each group of runs that differ only in the seed: {"name", "runs": their
+        names, "n", "mean" and "sd" of `metric` as compare.py computes them, "results": means,
         "settings": without those in which the runs of a group may differ}. read: the runs that have
-        rows; settings: names of those to show.
+        rows; settings: names of the settings to show.
         """
         found = []
         sound = [run for run in read if self.runs.attempt(run, compare.group_key, None)]
@@ -235,11 +235,11 @@ class RunApi:
 
     def table(self, request):
         """
-        Return {"runs": their entries, "groups": entries of groups of them, "settings": those in
-        which the runs differ, "metrics": all names, "columns": of the results, "more": whether logs
-        have rows that were not read yet, "metric": what the runs compare by, "sort": the column of
-        it, "descending": whether large values of it are good, "vocabularies_differ": whether losses
-        per token do not compare}.
+        Return {"runs": entries of runs, "groups": entries of groups, "settings": those in which the
+        runs differ, "metrics": all names, "columns": those of the results, "more": whether logs
+        have rows that are still unread, "metric": the metric by which runs are compared, "sort":
+        its column, "descending": whether large values of it are good, "vocabularies_differ":
+        whether losses per token are not comparable}.
         """
         self.runs.refresh()
         with self.runs.lock:
@@ -270,7 +270,7 @@ class RunApi:
         """
         Return (x, y) of a run's metric. query: {"metric", "x"}, and "from" and "to" for a range.
 
-        One point beyond each end of the range is included, so that a line to it can be drawn.
+        One point beyond each end of the range is included, so that the line reaches the edges.
         """
         x, y = run.line(query.get("metric"), query.get("x"))
         low, high = float(query.get("from", -math.inf)), float(query.get("to", math.inf))
@@ -282,12 +282,12 @@ class RunApi:
 
     def curves(self, request):
         """
-        Return a metric of all runs, or of the run in the query, thinned to what can be drawn:
-        {"runs": [[name, points, rows read, version]], "x", "y": those of all runs, joined}, where x
-        and y are in base64 of float32.
+        Return a metric of all runs, or of the run in the query, thinned for drawing: {"runs":
+        [[name, number of points, rows read, version]], "x", "y"}, where x and y have the points of
+        all runs one after another, as base64 of float32.
         """
         name, metric = request.query.get("run", ""), request.query.get("metric")
-        # Each bucket has two points. Fewer for many runs, to limit the size of the response.
+        # Each bucket has two points. Many runs get fewer buckets, to limit the response's size.
         buckets = 300 if name else max(100, min(300, 30000 // max(1, len(self.runs.runs))))
         self.runs.refresh()
         found, xs, ys = [], [], []
@@ -306,8 +306,8 @@ class RunApi:
 
     def bands(self, request):
         """
-        Return [[x, mean, min, max], ...], one for each group of {"groups": [[name of a run, ...],
-        ...], "metric", "x"}: see compare.band(). Raises ValueError.
+        Return [[x, mean, min, max], ...], one for each group of the request {"groups": [[name of a
+        run, ...], ...], "metric", "x"}: see compare.band(). Raises ValueError.
         """
         body = request.json()
         groups = body.get("groups")
@@ -335,7 +335,7 @@ class RunApi:
         return Response(content, kind="text/csv", headers=as_download("curves.csv"))
 
     def save(self, request):
-        """Return the file of compare.py --plot=x.html for the request {"runs": names, "group"}."""
+        """Return the HTML file of compare.py --plot for the request {"runs": names, "group"}."""
         body = request.json()
         names = body.get("runs")
         found = [run for run in self.runs.whole(names if isinstance(names, list) else [])
@@ -350,9 +350,9 @@ class RunApi:
         """
         Yield {"run": entry, "from": first new row, "rows": {metric: values}} for each run that has
         new rows or whose training begins or ends, and {name: value} for each value of extra() that
-        has changed. The first event is {"hello": True}: the client may have missed earlier ones.
+        has changed. The first event is {"hello": True}: the client may have missed earlier events.
 
-        After 5 seconds without events, yield None, which shows whether the client is still there.
+        After 5 seconds without events, yield None: sending it fails if the client has left.
         """
         self.runs.refresh()
         seen, sent, sent_at = self.versions(), {}, 0.0
@@ -380,8 +380,8 @@ class RunApi:
 
     def news(self, run, version, start):
         """
-        Return the event of a run's rows from `start` on. If they are too many, or `version` is not
-        the run's and earlier rows have changed, it asks the client to read all again.
+        Return the event with a run's rows from `start` on. If there are too many, or if earlier
+        rows have changed (`version` is not the run's), it asks the client to load all rows again.
         """
         if version != run.version or run.count - start > MAX_NEW_ROWS:
             return {"run": self.entry(run), "again": True}
@@ -394,7 +394,7 @@ class RunApi:
         return {"run": self.entry(run), "from": start, "rows": rows}
 
     def details(self, request):
-        """Return what the view of one run shows besides its curves."""
+        """Return all that the view of one run shows besides its curves."""
         run = self.runs.run(request.query.get("run"))
         with self.runs.lock:
             found = self.notes().get(run.name, {}) | self.entry(run)
@@ -413,7 +413,7 @@ class RunApi:
             "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
 
     def note(self, request):
-        """Store the given ones of a run's notes, tags and colour. Raises ValueError or OSError."""
+        """Store a run's notes, tags and colour, as far as given. Raises ValueError or OSError."""
         body = request.json()
         run = self.runs.run(body.get("run"))
         given = {name: str(body[name]) for name in MAX_LENGTHS if name in body}
@@ -431,5 +431,5 @@ class RunApi:
 
 
 def packed(arrays):
-    """Return the bytes of arrays, joined, in base64."""
+    """Return the concatenated bytes of arrays as base64."""
     return base64.b64encode(b"".join(array.tobytes() for array in arrays)).decode()

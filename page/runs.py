@@ -17,7 +17,7 @@ from page.locks import lock_holders, trainer_pid
 from page.state import state_folder
 from track import parse_row
 
-MAX_DEPTH = 3          # depth below the root up to which subfolders of a folder are searched
+MAX_DEPTH = 3          # subfolders of folders up to this depth below the root are searched
 SEARCH_INTERVAL = 3    # min seconds between two searches for new runs
 CHECK_INTERVAL = 0.4   # min seconds between two checks for new rows, however many clients watch
 MIN_WINDOW = 1 << 13   # min bytes to read at each place of a preview; a shorter log has no preview
@@ -25,13 +25,12 @@ MIN_WINDOW = 1 << 13   # min bytes to read at each place of a preview; a shorter
 
 def preview(run, places=24, window=1 << 15):
     """
-    Return a Run with a few rows from all over a log, to be drawn until the whole log is read, or
-    None for a short log. places: number of places to read at, evenly spaced; window: max bytes to
-    read at each.
+    Return a Run with a few rows from evenly spaced places of a log, to draw until the whole log is
+    read; None for a short log. places: number of places; window: max bytes to read at each.
     """
     found = Run(run.folder, run.name)
     found.read_config()
-    found.version = 0  # differs from every version of `run`, so that clients then read all again
+    found.version = 0  # unlike any version of `run`, so that clients reload when `run` replaces it
     with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         size = f.seek(0, os.SEEK_END)
         window = min(window, size // places)
@@ -57,10 +56,10 @@ class Runs:
         self.state = state_folder(root)
         self.lock = threading.RLock()
         self.runs = {}      # {name: Run}
-        self.previews = {}  # {name: Run} of long logs that were not read to their ends yet
-        self.unread = {}    # {name: Run} of those that may have more rows, in the order of reading
-        self.errors = {}    # {name: why the latest attempt to read it failed}
-        self.trainers = {}      # {name: process id of its trainer, None without one}, as checked
+        self.previews = {}  # {name: Run} of long logs that are not fully read yet
+        self.unread = {}    # {name: Run} of runs that may have more rows, in reading order
+        self.errors = {}    # {name: why the latest attempt to read the run failed}
+        self.trainers = {}      # {name: process id of its trainer or None}, at the latest check
         # Times of the latest search and the latest check, by time.monotonic().
         self.searched = self.checked = -math.inf
 
@@ -69,7 +68,7 @@ class Runs:
         self.searched = time.monotonic()
         found = {}
         for folder, subfolders, files in os.walk(self.root):
-            # os.walk() then visits only the subfolders that are left in this list.
+            # os.walk() visits only the subfolders that remain in this list.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith(".")
                                    and name not in ("checkpoints", "tensorboard"))
             if len(Path(folder).relative_to(self.root).parts) > MAX_DEPTH:
@@ -87,15 +86,15 @@ class Runs:
         """Return function(run). If it fails, note the error beside the run and return `default`."""
         try:
             return function(run)
-        except Exception as e:  # a malformed log may cause any
+        except Exception as e:  # a malformed log may cause any exception
             name = os.path.basename(str(getattr(e, "filename", None) or "this run"))
             self.errors[run.name] = f"{name}: {reason(e)}"
         return default
 
     def refresh(self, max_seconds=0.05):
         """
-        Search for runs and check for new rows if it is time to, and read new rows for about
-        `max_seconds`. Return whether there are more.
+        Search for runs and check for new rows if the intervals have passed, and read new rows for
+        about `max_seconds`. Return whether there are more.
         """
         with self.lock:
             now = time.monotonic()
@@ -106,7 +105,7 @@ class Runs:
                 holders = lock_holders()
                 self.trainers = {name: trainer_pid(run.folder, holders)
                                  for name, run in self.runs.items()}
-                # Check the runs that were read to their ends first: a long log delays no other.
+                # Check the fully read runs first, so that a long log does not delay the others.
                 ended = {name: run for name, run in self.runs.items() if name not in self.unread}
                 unread = {name: run for name, run in self.unread.items() if name in self.runs}
                 self.unread = ended | unread
@@ -116,13 +115,13 @@ class Runs:
                 run = self.unread.pop(name)
                 self.errors.pop(name, None)
                 if self.attempt(run, Run.read, False):
-                    self.unread[name] = run  # at the end: the runs take turns, a chunk each
+                    self.unread[name] = run  # at the end: runs take turns, one chunk each
                 else:
                     self.previews.pop(name, None)
             return bool(self.unread)
 
     def shown(self):
-        """Return for each run its preview, or without one the Run as far as its log was read."""
+        """Return each run's preview if it has one, otherwise its Run with the rows read so far."""
         return [self.previews.get(name, run) for name, run in self.runs.items()]
 
     def run(self, name):

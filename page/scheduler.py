@@ -5,7 +5,7 @@ one text, and a sequence holds its tokens and their KV cache.
 One thread owns the engines and works in steps. In each step, each engine evaluates a batch: the
 next token of each of its running texts, and a chunk of the prompts of those that have just begun,
 so that running texts do not stall behind a long prompt. Engines of several models take turns,
-because one batch uses all cores. A text is the same, whatever else is in its batch.
+because one batch uses all cores. A text does not depend on the other texts in its batch.
 
 A text begins when there is memory for all its tokens. If the library still fails to allocate
 memory, the scheduler frees the sequences that it keeps for later requests. If that is not enough,
@@ -29,10 +29,10 @@ MAX_QUEUED = 2048  # texts pause while their Inbox has this many events
 MAX_KEPT = 64  # max sequences that a SequenceCache keeps for later requests
 MAX_KEPT_BYTES = 1 << 28  # max bytes of the KV caches of all sequences that it keeps
 MEMORY_ERRORS = llamac.OutOfMemory, MemoryError
-# Max share of the free memory that the running texts of an engine may use. What is free is measured
-# once, when the SequenceCache of the engine is made.
+# Max share of the free memory that the running texts of an engine may use. The free memory is
+# measured once, when the SequenceCache of the engine is made.
 MEMORY_SHARE = 0.5
-POLL = 0.2  # max seconds that a client waits for an event, before it checks its connection
+POLL = 0.2  # max seconds to wait for an event before checking the client's connection
 
 
 class SequenceCache:
@@ -112,8 +112,8 @@ class Inbox:
 
     def take(self, pause=0):
         """
-        Return a list of all that has arrived since the latest call. If there is nothing, wait up to
-        POLL seconds for it; the list may stay empty.
+        Return a list of all events since the latest call. If there are none, wait up to POLL
+        seconds for one; the list may still be empty.
 
         pause: seconds to wait before that, or less if a text ends. A pause collects several events,
         because waking a thread takes longer than generating a token.
@@ -136,10 +136,10 @@ class Inbox:
 class Task:
     """One text of a request: waiting, running or suspended."""
     cache: SequenceCache
-    tokens: list  # of the prompt; texts of one prompt have the same list object, see next_task
+    tokens: list  # prompt tokens; texts of one prompt share the list object, see next_task
     options: dict  # arguments of llamac.Continuation, besides sequence, tokens and grammar
     inbox: Inbox
-    index: int = 0  # of the text in its request
+    index: int = 0  # index of the text in its request
     grammar: llamac.Grammar | None = None  # a copy of it decides which tokens are allowed
     text: llamac.Continuation | None = None  # generates the text; None before it first begins
     cancelled: bool = False
@@ -151,7 +151,7 @@ class Task:
 
     def begin(self, running):
         """
-        Begin the text, or resume it if it was suspended, in a sequence from SequenceCache.take.
+        Begin the text, or resume it after a suspension, in a sequence from SequenceCache.take.
         running: see SequenceCache.take. Raises llamac.Error or MemoryError.
         """
         # All tokens of a suspended text are pending: they have to be evaluated again.
@@ -223,7 +223,7 @@ class Scheduler:
             self.changed.notify()
 
     def work(self):
-        """Make steps for ever; wait while there is nothing to do."""
+        """Run steps forever; wait while there is nothing to do."""
         while True:
             with self.changed:
                 while not (self.waiting or self.running or self.calls):
@@ -296,7 +296,7 @@ class Scheduler:
         def n_running_of_request(task):
             return sum(other.inbox is task.inbox for other in self.running)
 
-        # Requests with fewer running texts come first; of equals, the text that arrived first.
+        # Prefer requests with fewer running texts; among equals, the text that arrived first.
         task = min(candidates, default=None, key=n_running_of_request)
         return task if task and self.has_memory(task) else None
 
@@ -386,6 +386,6 @@ class Scheduler:
                 task.text.sequence.free()
             elif task.text:
                 task.cache.keep(task.text.sequence)
-        finally:  # whatever fails here, the request must not wait for ever
+        finally:  # even if freeing or keeping fails, the request must not wait forever
             if error:
                 task.inbox.put(task.index, error, ends=True)

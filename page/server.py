@@ -28,10 +28,10 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-MAX_CONNECTIONS = 100  # of authenticated clients, and as many of unauthenticated ones
-MAX_BODY = 1 << 20     # bytes of a request's body
-TIMEOUT = 10           # seconds until a request must have arrived; also the timeout of each send
-MAX_ERROR = 1000       # characters of an error message
+MAX_CONNECTIONS = 100  # max authenticated connections, and max unauthenticated ones
+MAX_BODY = 1 << 20     # max bytes of a request's body
+TIMEOUT = 10           # seconds within which a request must arrive; also the timeout of each send
+MAX_ERROR = 1000       # max characters of an error message
 HEADERS = {
     "Content-Security-Policy":
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -81,16 +81,16 @@ class Response:
 
 @dataclass
 class Connection:
-    """What the server knows of an open socket."""
-    deadline: float | None  # time.monotonic() until which its request must arrive; None: arrived
+    """The state of an open socket."""
+    deadline: float | None  # time.monotonic() by which its request must arrive; None: arrived
     authenticated: bool = False
     streams: bool = False   # its response is a stream of events
 
 
 def json_object(text, name):
     """
-    Return the dict in a JSON text. Raises ValueError for another value or deep nesting. name: what
-    the text is, for error messages.
+    Return the dict in a JSON text. Raises ValueError for any other value or deep nesting. name:
+    what the text is, for error messages.
     """
     try:
         found = json.loads(text)
@@ -112,7 +112,7 @@ def as_download(name):
 
 
 def is_loopback(host):
-    """Return whether an address or host name is reached from this machine alone."""
+    """Return whether an address or host name is reachable only from this machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -120,7 +120,7 @@ def is_loopback(host):
 
 def is_this_machine(host, loopback):
     """
-    Return whether a Host header names this machine. loopback: the server listens on loopback alone.
+    Return whether a Host header names this machine. loopback: the server listens only on loopback.
 
     This stops DNS rebinding: another site can let its own name resolve to this machine's address,
     but then the browser sends that name. It can't make the browser send an address.
@@ -235,15 +235,15 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request, and then closes the connection."""
     protocol_version = "HTTP/1.1"
     timeout = TIMEOUT
-    disable_nagle_algorithm = True  # send an event at once, before the client confirms the last one
+    disable_nagle_algorithm = True  # send an event before the client acknowledges the last one
     server_version = "llamac"
     sys_version = ""
 
     def log_message(self, *args):
-        """Log nothing: the first address has the token."""
+        """Log nothing: the first request's address contains the token."""
 
     def send_error(self, code, message=None, explain=None):
-        """Reply to a malformed request: the base class calls this. explain: not used."""
+        """Reply to a malformed request; called by the base class. explain: not used."""
         self.reply(error(code, message or "refused"))
 
     def do_GET(self):
@@ -271,7 +271,7 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin", f"http://{host}")
         site = self.headers.get("Sec-Fetch-Site", "none")
-        entering = self.command == "GET" and path == "/"  # a link from anywhere may lead here
+        entering = self.command == "GET" and path == "/"  # links from other sites may lead here
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not is_this_machine(host, self.server.loopback):
             return error(403, "the Host header does not name this machine")
@@ -318,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:  # open, and nothing to read
+        except BlockingIOError:  # open, but nothing to read
             return False
         except OSError:
             return True
@@ -383,7 +383,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def event_text(event):
-    """Return a server-sent event as it is sent."""
+    """Return an event in the format of server-sent events."""
     if event is None:
         return ": \n\n"
     return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"

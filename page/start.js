@@ -6,11 +6,11 @@ import { help, t } from "./words.js"
 const MOST_USED = ["out_dir", "depth", "dim", "n_layers", "max_seq_len", "batch_size", "max_iters",
   "learning_rate", "minutes", "seed", "wandb_log"]
 const NOT_SWEPT = ["data", "out_dir"]
-/** Tell whether train.py reads a text as True. */
+/** Return whether train.py reads a text as True. */
 const isTrue = text => /^(true|1|yes)$/i.test(text)
 
 /**
- * Parse "1e-3, 3e-3" or "2..6" as a parameter of a sweep.py file. like: a value of the knob's type.
+ * Parse "1e-3, 3e-3" or "2..6" as a parameter of a sweep.py file. like: default value of the knob.
  * A range is sampled log-uniformly if max / min >= 10 and the knob's default is a fraction.
  */
 function parameter(text, like) {
@@ -25,7 +25,7 @@ function parameter(text, like) {
   return { values: text.split(",").map(word => parse(word.trim())) }
 }
 
-/** Return [a button, the text below it]. A click requests the text; query() returns the query. */
+/** Return [button, text element]. A click requests the text; query() returns the query. */
 function textOnRequest(title, path, query) {
   const text = h("pre", { hidden: true, tabindex: 0 })
   const request = async () => {
@@ -41,13 +41,13 @@ export async function show(main) {
     await get("api/knobs")
   const command = h("div"), queue = h("div"), left = h("div")
   // The address holds all choices: one parameter for each changed knob, "preset", "resume", "count"
-  // (trials of a sweep), and "sweep": JSON of {knob: the text that the user typed}.
+  // (number of trials of a sweep), and "sweep", JSON of {knob: the text that the user typed}.
   const given = () => Object.fromEntries([...state.params].filter(([name]) => name in knobs))
   const swept = () => state.getJson("sweep", {})
   const preset = () => presets[state.get("preset")] ? state.get("preset") : ""
   const defaultOf = name => presets[preset()]?.[name] ?? knobs[name].value
 
-  /** Return the choices as the server expects them, see from_form() in command.py. */
+  /** Return the choices in the server's format, see from_form() in command.py. */
   function form() {
     const request = { preset: preset(), knobs: given(), resume: state.get("resume"), sweep: null }
     const parameters = Object.fromEntries(Object.entries(swept()).map(([name, text]) =>
@@ -82,14 +82,14 @@ export async function show(main) {
       choose({ [name]: value === String(defaultValue) ? "" : value })
       element.className = rowClass()
     }
-    /** Sweep the values in the text. undefined, which JSON.stringify drops, ends the sweep. */
+    /** Sweep the values in the text; undefined, which JSON.stringify drops, removes the sweep. */
     const sweep = text => {
       const json = JSON.stringify({ ...swept(), [name]: text })
       choose({ sweep: json === "{}" ? "" : json })
     }
     const now = given()[name] ?? String(defaultValue)
     const { choices, open } = knobs[name]
-    /** Make the field: a checkbox, a menu of names, or text, with the names that it may be. */
+    /** Make the field: a checkbox, a menu of names, or a text field that suggests names. */
     function makeField() {
       if (typeof defaultValue === "boolean") {
         const onchange = event => set(String(event.target.checked))
@@ -180,7 +180,7 @@ export async function show(main) {
   drawJobs((await get("api/jobs")).jobs)
 }
 
-// Ids of the jobs whose output is shown. It outlives the entries: each live event makes new ones.
+// Ids of the jobs whose output is shown. Global, because each live event makes new entries.
 const opened = new Set()
 
 /** Make a job's entry in the queue: state, folder, buttons, and its command line and output. */

@@ -14,8 +14,8 @@ from pathlib import Path
 from engine.files import write_atomic
 from engine.untrusted import read_json, reason
 
-MAX_NOTES = 1 << 26  # bytes of notes.json
-MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of each field, for one run
+MAX_NOTES = 1 << 26  # max bytes of notes.json
+MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # max characters of a run's fields
 COLOR = re.compile("#[0-9a-f]{6}")
 
 
@@ -54,7 +54,7 @@ def cut(notes):
 
 def write_notes(folder, notes):
     """
-    Replace notes.json by the notes of all runs. Raises OSError, and ValueError if the present file
+    Replace notes.json by the notes of all runs. Raises OSError, and ValueError if the existing file
     can't be read: replacing it would lose notes.
     """
     make_state_folder(folder)

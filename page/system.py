@@ -55,7 +55,7 @@ def memory():
 
 
 def available_memory():
-    """Return the bytes that programs can still get; infinity if that can't be read."""
+    """Return the bytes of memory available to programs; infinity if that can't be read."""
     try:
         return memory_info()["MemAvailable:"] * 1024
     except (OSError, ValueError, KeyError):

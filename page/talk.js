@@ -12,7 +12,7 @@ const FIELDS = {  // {field of a request: [title, default, attributes of its inp
   stop: ["Stop text", "", { type: "text" }],
 }
 
-/** Post a request and yield its server-sent events. signal: of an AbortController. */
+/** Post a request and yield its server-sent events. signal: from an AbortController. */
 async function* events(path, body, signal) {
   const response = await fetch(path, { method: "POST", body: JSON.stringify(body), signal })
   if (!response.headers.get("Content-Type").startsWith("text/event-stream")) {
@@ -20,7 +20,7 @@ async function* events(path, body, signal) {
     throw new Error(error.message || error)
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
-  let rest = ""  // the part of an event that has arrived so far
+  let rest = ""  // the incomplete event at the end of the data so far
   for (;;) {
     const { done, value } = await reader.read()
     if (done) return
@@ -42,9 +42,9 @@ export async function show(main) {
     return
   }
   const { prompts } = await get("api/inside")
-  let suggested = ""  // words of the model's own text, replaced unless the user edits them
+  let suggested = ""  // suggested prompt, replaced unless the user edits it
   let stopper = null  // AbortController of the current requests
-  // A side is a model's column: id of the model ("": no model), messages of the conversation.
+  // A side is a model's column: the model's id ("": no model) and the messages of its conversation.
   const makeSide = id => ({ id, output: h("div"), messages: [], speed: h("p", { class: "soft" }) })
   const newest = models.reduce((a, b) => b.created > a.created ? b : a).id
   const sides = [makeSide(state.get("model") || newest), makeSide(state.get("beside"))]
@@ -140,7 +140,7 @@ export async function show(main) {
         side.speed.textContent = `${speed.toFixed(0)} ${t("tokens/s")}`
       }
     } finally {
-      // Keep an answer cut short, drop a question without one: roles have to alternate.
+      // Keep an incomplete answer, but drop a question without one, because roles must alternate.
       if (isChat && reply.textContent) {
         side.messages.push({ role: "assistant", content: reply.textContent })
       } else if (isChat) side.messages.pop()

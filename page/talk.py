@@ -23,10 +23,10 @@ from page.scheduler import Inbox, Scheduler, SequenceCache, Task
 from page.server import Response
 
 MAX_MODELS = 4         # max open model files
-MAX_TEXTS = 64         # max texts of a request: number of prompts times n
+MAX_TEXTS = 64         # max texts in a request: number of prompts times n
 MAX_TOKENS = (1 << 31) - 1  # max value of fields that become an int in C
 PAUSE = 0.02           # min seconds between two writes of a stream
-MAX_HEADER = 1 << 24   # how many bytes of a model file to search for a chat template
+MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
 # Model files of up to this many bytes are read into memory rather than mapped, because reading a
 # mapping whose file was truncated raises SIGBUS, which ends the program.
 MAX_IN_MEMORY = 1 << 28
@@ -49,9 +49,9 @@ class LoadedModel:
     """An open model file. chat_error: why the model can't chat, or ""."""
 
     def __init__(self, path):
-        self.stamp = stamp(path)  # another stamp shows later that the file has changed
+        self.stamp = stamp(path)  # a different stamp later means that the file has changed
         self.chat_error = ""
-        self.cache = self.json_grammar = None  # the first request that needs one makes it
+        self.cache = self.json_grammar = None  # made by the first request that needs it
         self.lock = threading.Lock()  # guards the cache and the grammar
         _, size, _ = self.stamp
         fits = size <= MAX_IN_MEMORY
@@ -61,7 +61,7 @@ class LoadedModel:
         try:
             self.model.use_template()
         except llamac.Error as e:
-            # Only the reason: after a semicolon, the message advises users of the command line.
+            # Keep only the reason: the advice after the semicolon is for the command line.
             self.chat_error = str(e).partition(";")[0]
 
     def sequence_cache(self):
@@ -80,7 +80,7 @@ class LoadedModel:
 # ---- the fields of a request
 
 class Field(NamedTuple):
-    """Which values a field of a request may have."""
+    """The valid values of a request field."""
     types: tuple    # exact types: an int field refuses True
     expected: str   # the valid values in words, for error messages
     is_valid: Callable = lambda value: True  # called with a value of one of the types
@@ -129,7 +129,7 @@ COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of one or more messages", len)}
 IGNORED_FIELDS = {"user", "metadata"}
-# Fields of OpenAI's API that may have only these values: those that change nothing.
+# Fields of OpenAI's API for which only the value without any effect is supported.
 FIXED_FIELDS = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "functions": [],
                 "store": False, "modalities": ["text"]}
 
@@ -141,12 +141,12 @@ class Generation:
     chat: bool       # True: a chat completion; False: a completion
     prompts: list    # a list of tokens for each prompt
     n: int           # number of texts for each prompt
-    max_tokens: int  # of each text
+    max_tokens: int  # max tokens of each text
     sampling: dict   # {field of llamac.Sampler: value}
     biases: dict     # {token: number to add to its logit}
-    grammar: llamac.Grammar | None  # of JSON objects; None: any text
+    grammar: llamac.Grammar | None  # grammar of JSON objects; None: any text
     seed: int        # seed of the first text of each prompt; text i of a prompt has seed + i
-    stop: list       # a text ends where it contains one of these
+    stop: list       # stop texts: a text ends where it contains one of them
     top_logprobs: int | None  # number of likeliest tokens to report; None: no log probabilities
     stream: bool
     include_usage: bool  # end the stream with the numbers of tokens
@@ -276,7 +276,7 @@ def sampling(body, fields):
     names = {"temperature": "temperature", "topp": "top_p", "topk": "top_k", "minp": "min_p",
              "repeat_penalty": "repeat_penalty", "frequency_penalty": "frequency_penalty",
              "presence_penalty": "presence_penalty"}
-    defaults = {"temperature": 1, "topp": 1}  # the others: 0, which turns them off
+    defaults = {"temperature": 1, "topp": 1}  # the default of the others is 0, which disables them
     return {field: checked(body, fields, name, defaults.get(field, 0))
             for field, name in names.items()}
 
@@ -316,7 +316,7 @@ def parse(body, chat, loaded):
             raise ApiError(f"the prompt has {len(tokens)} tokens, the model's context is "
                            f"{model.info.seq_len}", param, "context_length_exceeded")
     max_tokens = checked(body, fields, "max_tokens", model.info.seq_len if chat else 16)
-    logprobs = checked(body, fields, "logprobs")  # of completions a number, of chats a flag
+    logprobs = checked(body, fields, "logprobs")  # a number for completions, a flag for chats
     if chat:
         max_tokens = checked(body, fields, "max_completion_tokens", max_tokens)
         top_logprobs = checked(body, fields, "top_logprobs", 0)
@@ -343,7 +343,7 @@ class Talk:
 
     def __init__(self, models):
         self.models = models
-        self.loaded = {}  # {name: LoadedModel}, the first opened first
+        self.loaded = {}  # {name: LoadedModel} in the order of opening
         self.lock = threading.Lock()  # guards self.loaded
         self.scheduler = Scheduler()
 
@@ -365,7 +365,7 @@ class Talk:
     def load(self, name):
         """
         Return the LoadedModel with this name; open its file if it is not open or has changed. If
-        MAX_MODELS are open then, forget the one that was opened first. Raises ApiError.
+        MAX_MODELS are already open, drop the one that was opened first. Raises ApiError.
         """
         paths = self.models()
         if not isinstance(name, str) or name not in paths:
@@ -434,7 +434,7 @@ class Talk:
         """
         head = {"id": new_id(), "created": int(time.time()), "model": asked.name,
                 "object": "chat.completion.chunk" if asked.chat else "text_completion"}
-        # Each chunk is this beginning, one choice and "]}": the head is encoded only once.
+        # A chunk is `begin`, one choice and "]}", so that the head is encoded only once.
         begin = json.dumps(head)[:-1] + ', "choices": ['
         n_generated = 0
         try:
@@ -512,7 +512,7 @@ def choice(chat, index, text, details, reason):
 
 
 def whole_choice(asked, index, events):
-    """Return the "choice" of a whole text. events: all that advance() has returned for it."""
+    """Return the "choice" of a whole text. events: all results of advance() for it."""
     pieces, lists, _, reasons = zip(*events)
     text, details = "".join(pieces), list(itertools.chain(*lists))
     content = {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
@@ -533,13 +533,13 @@ def has_template(path):
 
 def model_files(runs):
     """
-    Return {name: path} of the runs' model files. The name of a run stands for its best model,
-    NAME/last.gguf for its latest.
+    Return {name: path} of the runs' model files. The name of a run refers to its best model,
+    NAME/last.gguf to its latest model.
     """
     runs.refresh()
     found = {}
     for name, run in list(runs.runs.items()):
         paths = {name: run.folder / "model.gguf", f"{name}/last.gguf": run.folder / "last.gguf"}
-        # Path.is_file() would raise an error in a folder that can't be read.
+        # Unlike this, Path.is_file() raises an error in a folder that can't be read.
         found |= {key: path for key, path in paths.items() if os.path.isfile(path)}
     return found

@@ -131,8 +131,8 @@ typedef struct {
     size_t data_size;    // bytes
     const uint8_t *list; // GGUF: the list of names, shapes, types and offsets of the tensors
     size_t list_size;    // bytes
-    // the weights are in this mapped file: the system reads pages again that were dropped from
-    // memory. NULL: they are in memory of the program
+    // the mapped file with the weights: the system reads pages again that were dropped from memory.
+    // NULL: the weights are in memory of the program
     const struct File *file;
     bool stream; // LLAMAC_STREAM
     // SHA-256 of `data` according to the file, 64 hexadecimal digits; NULL if the file has none
@@ -158,11 +158,11 @@ typedef struct {
     int n_runs;
     const int *wanted; // (n_wanted,) ascending indices of the tokens whose logits are computed
     int n_wanted;
-    // (n_wanted, vocab_size) in host memory: where the logits go. NULL if n_wanted is 1 at most and
-    // the backend has `choose`: they stay in its memory
+    // (n_wanted, vocab_size) in host memory: where the logits are written. NULL if n_wanted is at
+    // most 1 and the backend has `choose`: the logits stay in the backend's memory
     float *logits;
-    // (n_wanted, dim) in host memory: where the hidden states of the wanted tokens go, which are
-    // then computed instead of their logits; else NULL
+    // (n_wanted, dim) in host memory: where the hidden states of the wanted tokens are written,
+    // which are then computed instead of their logits; else NULL
     float *hidden_states;
 } Batch;
 
@@ -171,18 +171,18 @@ typedef struct {
 // norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight. The layout of the KV cache and the format of
 // values inside an op are private to the backend.
 //
-// What an op computes for a token of the CPU backend does not depend, to the last bit, on the other
-// tokens of the batch.
+// In the CPU backend, the result of an op for a token does not depend, to the last bit, on the
+// other tokens of the batch.
 struct Backend {
     int chunk;    // max tokens of a batch
     int max_runs; // max runs of a batch
-    // of a number in the KV cache: 32 (float32), 16 (half precision), or 8 (signed bytes, with a
-    // float32 scale for each key and each value of a head)
+    // bits of a number in the KV cache: 32 (float32), 16 (half precision), or 8 (signed bytes, with
+    // a float32 scale for each key and each value of a head)
     int kv_bits;
-    // begin and end may be NULL. Between them, x and attention_out have room for `chunk` tokens, and
-    // the ops may use all of it. forward calls begin, then the ops unless begin returned false, and
-    // always end, which completes the results. If begin returns false, the backend itself computes
-    // the batch, from a recording of the ops of an earlier call or in one kernel.
+    // begin and end may be NULL. Between them, x and attention_out have room for `chunk` tokens,
+    // and the ops may use all of it. forward calls begin, then the ops unless begin returned false,
+    // and always end, which completes the results. If begin returns false, the backend itself
+    // computes the batch, from a recording of the ops of an earlier call or in one kernel.
     bool (*begin)(Backend *, const Batch *);
     void (*end)(Backend *);
     // Returns uninitialised memory for n floats that the ops can use, freed by close; NULL if there
@@ -191,8 +191,8 @@ struct Backend {
     // Creates an empty cache. Returns NULL if there is not enough memory.
     Cache *(*new_cache)(Backend *);
     void (*free_cache)(Backend *, Cache *);
-    // Prepares positions pos..pos+n-1 of the cache to be written; they follow those that are in use
-    // or replace them and all later ones. Returns false if there is not enough memory.
+    // Prepares positions pos..pos+n-1 of the cache for writing. They follow the positions in use,
+    // or replace those from pos on. Returns false if there is not enough memory.
     bool (*reserve)(Backend *, Cache *, int pos, int n);
     // Makes an empty cache share the first n positions of another. Returns false if there is not
     // enough memory.
@@ -231,7 +231,7 @@ struct Backend {
     void (*hidden_states)(Backend *, float *out, const Mat *norm, const float *x, int T);
     // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
     // the first of equals; else like sampler.c with `coin` in [0, 1). Returns -1 if a logit is not
-    // finite. The backend of the CPU has NULL
+    // finite. NULL in the CPU backend
     int (*choose)(Backend *, float temperature, float topp, float coin);
     // Measures how fast the backend reads weights, in bytes per second. It reads at most n bytes of
     // its own copy or, if it has none, the n bytes at `bytes`
@@ -243,7 +243,7 @@ struct Backend {
     void (*close)(Backend *);
 };
 
-// What both backends are opened with.
+// Options with which both backends are opened.
 typedef struct {
     int positions; // max tokens of a sequence
     int n_threads; // CPU
@@ -258,8 +258,8 @@ typedef struct {
 const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *);
 
 // Opens the GPU backend. Copies the weights to its memory and makes `model` point to them there,
-// until close restores the pointers. Returns NULL, or the error: a constant, or the text in the last
-// argument. After an error, the backend is not open and the model is unchanged.
+// until close restores the pointers. Returns NULL, or the error: a constant, or the text in the
+// last argument. After an error, the backend is not open and the model is unchanged.
 const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *, llamac_error *);
 
 #ifdef __cplusplus

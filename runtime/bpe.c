@@ -240,10 +240,10 @@ static size_t contraction(const char *s, size_t n, bool capitals) {
     return capitals && n > 2 && !memcmp(s + 1, "\xc5\xbf", 2) ? 3 : 0;
 }
 
-// Returns the length of the word at the beginning of s, which begins with white space: all white
-// space at the end of a text; else all but the last character, with which the next word may begin.
-// A single character is always a word. `ends_at_number`: text before a number counts as its end,
-// because the digits are split off before the spaces are.
+// Returns the length of the word at the beginning of s, which begins with white space. At the end
+// of a text, the word is all of the white space; elsewhere, all but the last character, with which
+// the next word may begin, but at least one character. `ends_at_number`: a number counts as the end
+// of the text, because the digits are split off before the spaces are.
 static size_t word_of_spaces(const char *s, size_t n, bool ends_at_number) {
     size_t end = 0, last = 0;
     int length, class = WHITE_SPACE;

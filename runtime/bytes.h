@@ -10,7 +10,7 @@
 
 typedef llamac_error Error;
 
-// Empties an error, as each function of llamac.h does before it can succeed.
+// Makes an error empty. The functions of llamac.h do this first, so it is empty if they succeed.
 static inline void clear(Error *e) {
     if (e) e->text[0] = 0;
 }

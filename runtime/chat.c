@@ -2,8 +2,8 @@
 // by it.
 #include "model.h"
 
-// In the strings of a template, BOS and EOS stand for the vocabulary's tokens, whatever their text.
-// VARIABLE stands for anything that a Jinja source computes, such as the user's words.
+// Placeholders in the strings of a template: BOS and EOS for these tokens of the vocabulary,
+// VARIABLE for anything that a Jinja source computes, such as the user's words.
 #define VARIABLE "\1"
 #define BOS "\2"
 #define EOS "\3"
@@ -14,8 +14,8 @@ enum { MAX_SIGNS = 5 };
 struct Template {
     const char *name;
     const char *marks[MAX_MARKS];  // markers: each becomes one token if the vocabulary has it
-    const char *signs[MAX_SIGNS];  // texts that the outline of every Jinja source of it contains
-    const char *others[MAX_SIGNS]; // texts that none contains: signs of similar templates
+    const char *signs[MAX_SIGNS];  // texts in the outline of each of its Jinja sources
+    const char *others[MAX_SIGNS]; // texts in none of these outlines: signs of similar templates
     const char *stop;              // the marker that ends an answer; NULL: only EOS ends it
     // Put before the first turn. NULL: BOS, if the vocabulary has add_bos or the Jinja source
     // contains bos_token.
@@ -29,18 +29,18 @@ struct Template {
     bool strip;           // remove white space around the system prompt and all words
     bool strip_answer;    // remove it around answers only
     bool strip_together;  // strip the system prompt and the user's words as one text
-    bool marks_eat_space; // a marker that is one token swallows the white space after it
+    bool marks_eat_space; // a marker that is one token removes the white space after it
     bool leading_space;   // text after BOS or EOS gets the leading space of the vocabulary
 };
 
-// Each row names the models whose Jinja source it reproduces. Training has the same rows in
-// engine/formats/chat_template.py. What the rows leave out:
+// Each row names the models whose Jinja source it reproduces. engine/formats/chat_template.py has
+// the same rows for training. The rows leave out:
 // - Qwen3 and QwQ remove the part of earlier answers up to </think>. A turn cannot change the
 //   tokens before it, so this part stays in the KV cache of a session. QwQ's source also begins
 //   each answer with <think>, which the model then writes itself.
 // - Llama 3.2 writes today's date. llama3.1 always writes 26 Jul 2024, as Llama 3.1 does.
-// - Mistral's v3 sources put the system prompt into the latest turn. A turn cannot know that it
-//   will be the latest, so the system prompt is in the first one.
+// - Mistral's v3 sources put the system prompt into the latest turn. Which turn that will be is not
+//   known when a turn is encoded, so the system prompt is in the first one.
 // - Tools and images.
 // clang-format off
 static const Template templates[] = {
@@ -109,7 +109,7 @@ static const Template templates[] = {
      .signs = {"[INST]" VARIABLE, VARIABLE "[/INST]", VARIABLE EOS},
      .others = {" [INST]", "<<SYS>>", "[SYSTEM_PROMPT]", VARIABLE " " VARIABLE EOS},
      .open = "[INST]", .system_close = "\n\n", .user_close = "[/INST]", .answer_close = EOS},
-    // Phi-3, Phi-3.5. The newlines are in the Jinja source, but the markers swallow them.
+    // Phi-3, Phi-3.5. The newlines are in the Jinja source, but the markers remove them.
     {.name = "phi3", .marks = {"<|system|>", "<|user|>", "<|assistant|>", "<|end|>"},
      .signs = {"<|end|>\n", "<|assistant|>\n"},
      .others = {"<|im_start|>", "<|endoftext|>", "[gMASK]"},
@@ -193,8 +193,8 @@ enum { MAX_SOURCE = 1 << 20 }; // bytes of a Jinja source; a longer one is unkno
 
 // The outline of a Jinja source: the text that it may write, in the order of the source, with
 // BOS and EOS for bos_token and eos_token and one VARIABLE for all other code between two texts.
-// This makes most spellings of a template equal: names, loops, conditions, quotes, and whether
-// texts are joined by +, by ~ or by lying side by side.
+// Most spellings of a template have the same outline: it does not depend on names, loops,
+// conditions, quotes, or on whether texts are joined by +, by ~ or by being adjacent.
 typedef struct {
     String source;
     size_t at;
@@ -214,7 +214,7 @@ static void add_variable(Outline *o) {
     if (!o->text.n || o->text.s[o->text.n - 1] != *VARIABLE) append_string(&o->text, VARIABLE);
 }
 
-// Adds a byte of text; the bytes with a meaning of their own are dropped.
+// Adds a byte of text, unless it is one of the bytes of VARIABLE, BOS and EOS.
 static void add_byte(Outline *o, char c) {
     if (c != *VARIABLE && c != *BOS && c != *EOS) append(&o->text, &c, 1);
 }
@@ -321,12 +321,12 @@ static size_t find(String text, size_t at, const char *sign) {
 
 static bool contains(String text, const char *sign) { return find(text, 0, sign) < text.n; }
 
-// Returns whether a sign has a text of its own, as a marker has.
+// Returns whether a sign contains text, such as a marker, beyond spaces and placeholders.
 static bool has_text(const char *sign) { return strspn(sign, " " VARIABLE BOS EOS) < strlen(sign); }
 
-// Returns the template that an outline matches: it contains all signs, and none of similar
-// templates. Returns NULL if there is none. Sets *nearest to the template of whose texts the most
-// are in the outline and, among these, the fewest signs are missing; NULL: no text is there.
+// Returns the template that an outline matches: the outline contains all of its `signs` and none of
+// its `others`. Returns NULL if there is none. Sets *nearest to the template with the most signs
+// with text in the outline and, among these, the fewest missing signs; NULL if there is none.
 static const Template *find_template(String outline, const Template **nearest) {
     int max_found = 0, min_missing = 0;
     *nearest = NULL;
@@ -388,7 +388,7 @@ static bool has_token(const Tokenizer *t, const char *text) {
 }
 
 // Makes the markers of the template control tokens if the vocabulary has them as user-defined
-// pieces, so that text cannot contain them.
+// pieces, so that no text is encoded as one of them.
 static bool claim_marks(Tokenizer *t, const Template *template, Error *e) {
     bool changed = false;
     for (int i = 0; i < t->n_symbols; i++)
@@ -409,7 +409,7 @@ typedef struct {
     int *ids;               // (n,) the tokens so far
     int n;
     bool begun;      // the text gets no leading space
-    bool after_mark; // the text follows a marker that swallows white space
+    bool after_mark; // the text follows a marker that removes the white space after it
     bool failed;
     Error *error;
 } Turn;
@@ -557,11 +557,11 @@ static const Template *template_of_vocabulary(const Tokenizer *t) {
     return best;
 }
 
-// What a Jinja source decides.
+// What a Jinja source determines.
 typedef struct {
     const Template *template, *nearest; // as find_template returns them
-    bool has_bos;                       // it writes BOS
-    Text system;                        // its own system prompt; "": it has none
+    bool has_bos;                       // the source writes BOS
+    Text system;                        // the source's own system prompt, or ""
 } Choice;
 
 static bool read_source(String source, Choice *choice, Error *e) {
@@ -571,7 +571,7 @@ static bool read_source(String source, Choice *choice, Error *e) {
     choice->template = find_template(outline, &choice->nearest);
     if (choice->template) {
         String prompt = default_system(choice->template, outline);
-        // a text for thinking models is only there if the caller asks for thinking
+        // a source with enable_thinking writes its prompt only if the caller asks for thinking
         if (!contains(source, "enable_thinking")) append(&choice->system, prompt.s, prompt.n);
         choice->has_bos = contains(outline, BOS);
     }

@@ -9,7 +9,7 @@ static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 const char *const llamac_architectures[N_ARCHITECTURES] = {
     [LLAMA] = "llama", [QWEN2] = "qwen2", [QWEN3] = "qwen3"};
 
-// Names of the keys. A leading dot stands for the name of the architecture.
+// Names of the keys. The name of the architecture precedes a leading dot.
 static const char *const keys[N_KEYS] = {
     [ARCHITECTURE] = "general.architecture",
     [ALIGNMENT] = "general.alignment",
@@ -74,8 +74,8 @@ static const char *const idle_keys[] = {
     ".tensor_data_layout",
 };
 
-// Returns whether `key` of the file is `known`, a name as in `keys`: with a leading dot, the name
-// of the architecture stands before it.
+// Returns whether `key` of the file is `known`, a name as in `keys`: the name of the architecture
+// precedes a leading dot.
 static bool is_key(String key, const char *known, const char *architecture) {
     size_t n = *known == '.' ? strlen(architecture) : 0;
     return key.n > n && !memcmp(key.s, architecture, n)
@@ -176,8 +176,8 @@ static bool refuse_split(const Value *values, Error *e) {
 }
 
 // Finds the architecture, which the names of other keys depend on. Does not move the caller's
-// reader. Later parts of a split model have no architecture, so their error is that of a split
-// model.
+// reader. Later parts of a split model have no architecture; for them, reports that the model is
+// split.
 static bool find_architecture(Reader r, uint64_t count, const char **name, Error *e) {
     static const int wanted[] = {ARCHITECTURE, SPLIT_NO, SPLIT_COUNT};
     Value values[N_KEYS] = {0}, v;

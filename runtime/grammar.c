@@ -1,10 +1,10 @@
 // Grammar: which tokens may come next in a JSON text.
 //
 // The bytes of a text drive a pushdown automaton: a state, and a stack of the open arrays and
-// objects. The effect of a token is what it does to both. llamac_grammar_json computes, for each
-// state, the effects of all tokens, and groups the tokens by effect: of 150,000 tokens, most do the
-// same within a string. llamac_grammar_allowed then compares a few hundred effects with the stack,
-// instead of reading the bytes of each token.
+// objects. The effect of a token is how it changes both. llamac_grammar_json computes, for each
+// state, the effects of all tokens, and groups the tokens by effect: of 150,000 tokens, most have
+// the same effect within a string. llamac_grammar_allowed then compares a few hundred effects with
+// the stack, instead of reading the bytes of each token.
 #include "model.h"
 
 enum {
@@ -71,7 +71,7 @@ enum {
     IN_STRING = IN_LITERAL + 10,
     IN_KEY = IN_STRING + N_IN_STRING,
     N_STATES = IN_KEY + N_IN_STRING,
-    // No states, but results of `transition` where the next state depends on the stack
+    // Not states, but results of `transition` where the next state depends on the stack
     OPENS_ARRAY = N_STATES,
     OPENS_OBJECT,
     CLOSES_ARRAY,
@@ -222,7 +222,7 @@ typedef struct {
     uint64_t expected;
     uint8_t n_closed; // number of containers that were open before and that it closes
     uint8_t n_opened, n_expected;
-    uint8_t peak; // how much deeper than before the token it nests at its deepest point
+    uint8_t peak; // max depth of nesting within the token, minus the depth before it
     uint8_t first_spaces, last_spaces; // bytes of whitespace outside strings at both ends
     uint8_t blank;                     // nothing but such whitespace
     uint8_t end;                       // the state after it
@@ -290,7 +290,7 @@ static bool read_byte(Partial *p, int next, bool space) {
     case CLOSES_ARRAY: p->state = AFTER_VALUE; return close_container(&p->effect, IN_ARRAY);
     case CLOSES_OBJECT: p->state = AFTER_VALUE; return close_container(&p->effect, IN_OBJECT);
     case COMMA:
-        // find_effects has assumed a type, so this never returns
+        // find_effects has assumed a type, so this is never true
         if (innermost_is_unknown(&p->effect)) return false;
         p->state = innermost(&p->effect) == IN_OBJECT ? KEY_NEXT : VALUE_NEXT;
     }
@@ -388,7 +388,7 @@ static bool matches(uint64_t stack, int depth, uint64_t expected, int n_expected
 // the cost is lower by 1. So a text whose cost is at most the number of tokens that are left can
 // always be completed.
 
-// The effect of such a token, without what costs do not depend on. `start`: the state before it.
+// The parts of such a token's effect that costs depend on. `start`: the state before the token.
 typedef struct Closing {
     uint64_t expected;
     uint8_t n_expected, n_closed, peak, start, end;
@@ -399,8 +399,8 @@ static void compute_costs(llamac_grammar *g, uint64_t stack, int depth) {
     uint16_t *costs = g->costs[depth];
     for (int state = 0; state < N_STATES; state++)
         costs[state] = depth == 0 && ends_value(state) ? 0 : NEVER;
-    // The tokens { and }. The first is no Closing, since it leaves a container open. A token {} is
-    // one, and lowers this to 1
+    // The tokens { and }. The first is not a Closing, since it leaves a container open. A token {}
+    // is a Closing, and lowers this to 1
     if (depth == 0) costs[OBJECT_NEXT] = 2;
     for (bool lowered = true; lowered;) {
         lowered = false;

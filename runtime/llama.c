@@ -7,8 +7,8 @@
 
 // A token of the last call.
 typedef struct {
-    const llamac_sequence *sequence; // NULL: it was freed since
-    int row;                         // of its logits, or -1
+    const llamac_sequence *sequence; // NULL: it has been freed
+    int row;                         // row of its logits, or -1
     int end;                         // tokens of the sequence up to and including this one
 } EvaluatedToken;
 
@@ -18,7 +18,7 @@ struct llamac_engine {
     Model model;
     const Model *source; // the original, llamac_model.transformer: its weights are in host memory
     Backend *backend;
-    const Kernels *kernels; // CPU kernels, by which the sampler reads logits in host memory
+    const Kernels *kernels; // CPU kernels, with which the sampler reads logits in host memory
     int chunk;              // max tokens in one pass through the backend
     int positions;          // max tokens of a sequence
     int n_threads;
@@ -30,11 +30,11 @@ struct llamac_engine {
     float *logits;        // (capacity, vocab_size) logits of the last call
     int capacity;         // rows of `logits`
     bool on_host;         // the last call wrote to `logits`; else its logits stayed in the backend,
-                          // which samples from them by `choose`
-    int *tokens, *wanted; // (chunk,) of the pass, see Batch
+                          // which samples from them with `choose`
+    int *tokens, *wanted; // (chunk,) of the current pass, see Batch
     Run *runs;            // (chunk,) likewise
     EvaluatedToken *last; // (n,) tokens of the last call
-    int n;                // how many; 0 after a failure
+    int n;                // number of them; 0 after a failure
     uint64_t calls;       // number of calls that evaluated tokens, failed ones included
     SamplerMemory sampler;
     Error note; // for llamac_note
@@ -44,9 +44,9 @@ struct llamac_sequence {
     llamac_engine *engine;
     Cache *cache;
     int *tokens;   // (capacity,)
-    int length;    // tokens whose keys and values the cache has
+    int length;    // number of tokens, whose keys and values are in the cache
     int capacity;  // of tokens
-    uint64_t call; // number of the engine's call that evaluated tokens of it last; 0: none
+    uint64_t call; // number of the engine's latest call that evaluated its tokens; 0: none
     int row;       // in that call: row of the logits of its latest token with logits, or -1
     int row_end;   // tokens of the sequence up to and including that token
 };
@@ -81,7 +81,7 @@ static void compute(const llamac_engine *engine, const Batch *batch) {
     else b->logits(b, batch->logits, &w->norm, &w->output, engine->x, n);
 }
 
-// Runs the model on a batch: by the ops, or as a whole where the backend has a way of its own.
+// Runs the model on a batch: op by op, or as a whole if the backend computes it in its own way.
 static void forward(llamac_engine *engine, const Batch *batch) {
     Backend *b = engine->backend;
     // If begin returns false, the backend computes the batch itself, and the ops are not called
@@ -138,8 +138,8 @@ llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e)
     return copy;
 }
 
-// Drops the tokens from n on. Returns false without memory: a page of the cache that is shared with
-// another sequence is copied before it is changed.
+// Drops the tokens from n on. Returns false if there is not enough memory: a page of the cache that
+// is shared with another sequence is copied before it is changed.
 static bool drop_tokens(llamac_sequence *s, int n) {
     Backend *b = s->engine->backend;
     if (s->length > n) s->length = n;
@@ -208,7 +208,7 @@ llamac_sequence *llamac_sequence_load(llamac_engine *engine, const char *path, E
 // ----------------------------------------------------------------------------
 // Evaluating tokens
 
-// Checks what can be wrong with a batch before anything is changed.
+// Checks a batch as far as that is possible before anything is changed.
 static bool check_batch(const llamac_engine *engine, const llamac_batch_token *batch, int n,
                         size_t size, Error *e) {
     CHECK(n >= 1, "a batch of %d tokens, expected 1 or more", n);
@@ -227,7 +227,7 @@ static bool check_batch(const llamac_engine *engine, const llamac_batch_token *b
     return true;
 }
 
-// Appends the tokens of the batch to their sequences, and drops what they replace.
+// Appends the tokens of the batch to their sequences, and drops the tokens that they replace.
 static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch, int n, Error *e) {
     for (int i = 0; i < n; i++) {
         llamac_sequence *s = batch[i].sequence;
@@ -245,8 +245,8 @@ static bool append_tokens(llamac_engine *engine, const llamac_batch_token *batch
     return true;
 }
 
-// Decides where the logits of n tokens go, engine->on_host, and makes room for them if that is host
-// memory.
+// Decides where the logits of n tokens are stored (engine->on_host), and makes room for them if
+// that is host memory.
 static bool make_rows(llamac_engine *engine, int n, Error *e) {
     engine->on_host = !(engine->sample_only && engine->backend->choose && n <= 1);
     if (!engine->on_host || n <= engine->capacity) return true;
@@ -257,8 +257,8 @@ static bool make_rows(llamac_engine *engine, int n, Error *e) {
     return true;
 }
 
-// Returns the next pass: as many of the n tokens as the backend takes at once. Their logits go to
-// the rows of engine->logits from `row` on.
+// Returns the next pass: as many of the n tokens as the backend can evaluate in one pass. Their
+// logits are written to the rows of engine->logits from `row` on.
 static Batch next_pass(llamac_engine *engine, const llamac_batch_token *batch, int n, int row) {
     Batch pass = {.tokens = engine->tokens, .runs = engine->runs, .wanted = engine->wanted};
     // NULL if no call has asked for logits yet: then this pass has no wanted tokens either
@@ -284,7 +284,7 @@ static Batch next_pass(llamac_engine *engine, const llamac_batch_token *batch, i
 // Evaluates the tokens of a batch, which have been appended to their sequences.
 static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int n, Error *e) {
     Backend *b = engine->backend;
-    int row = 0; // of the next logits
+    int row = 0; // row of the next logits
     for (int at = 0; at < n;) {
         CHECK(!engine->abort || !engine->abort(engine->data), "aborted by the program");
         Batch pass = next_pass(engine, batch + at, n - at, row);
@@ -390,9 +390,9 @@ typedef struct {
     double *sums;  // (dim,) sums of the states of all wanted tokens
 } EmbedMemory;
 
-// Evaluates n tokens in an empty cache, one pass after the other. Adds their hidden states to `sums`,
-// in the order of the tokens; if `pooling` is LLAMAC_LAST, only that of the last token. Does not
-// touch what the engine keeps of its last call, such as the logits.
+// Evaluates n tokens in an empty cache, one pass after the other. Adds their hidden states to
+// `sums`, in the order of the tokens; if `pooling` is LLAMAC_LAST, only that of the last token.
+// Does not change the results of the engine's last call, such as the logits.
 static bool sum_hidden_states(llamac_engine *engine, Cache *cache, const int *tokens, int n,
                               int pooling, const EmbedMemory *memory, Error *e) {
     Backend *b = engine->backend;
@@ -509,8 +509,8 @@ static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening
 
 enum { MAX_THREADS = 1024 };
 
-// Checks that sizes which grow with the number of positions fit in the 32 bits that WebAssembly has
-// for addresses. The KV cache is the largest of them.
+// Checks that sizes that grow with the number of positions fit in WebAssembly's addresses of 32
+// bits. The largest is that of the KV cache.
 static bool check_positions(const Config *c, int positions, Error *e) {
     uint64_t vectors = 2 * (uint64_t)c->n_layers * c->n_kv_heads + c->n_heads + 4;
     uint64_t bytes = (positions + 128) * vectors * (c->head_dim + 16) * sizeof(float);
@@ -630,8 +630,8 @@ double llamac_bandwidth(const llamac_engine *engine) {
 // ----------------------------------------------------------------------------
 // Sampling
 
-// Samples the token after tokens (n,), from the row of logits of the last call that belongs to the
-// last of them. The penalties read these tokens.
+// Samples the token after tokens (n,). `row`: row of the last call's logits that belongs to the
+// last of these tokens. The penalties read these tokens.
 static int sample_row(llamac_engine *engine, llamac_sampler *sampler, int row, const int *tokens,
                       int n, Error *e) {
     Backend *b = engine->backend;
@@ -651,8 +651,8 @@ static int sample_row(llamac_engine *engine, llamac_sampler *sampler, int row, c
     return next;
 }
 
-// Does the same for the sampler of a program in which the struct has `size` bytes, and advances its
-// state. Returns -1 after a failure.
+// Like sample_row, for a program in which llamac_sampler has `size` bytes. Advances the state of
+// the sampler. Returns -1 after a failure.
 static int sample(llamac_engine *engine, llamac_sampler *sampler, size_t size, int row,
                   const int *tokens, int n, Error *e) {
     enum { MIN_SIZE = offsetof(llamac_sampler, topk) }; // the first version ended there

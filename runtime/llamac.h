@@ -8,7 +8,7 @@
 //     llamac_forward(sequence, tokens, n, 0, &error);
 //     int next = llamac_sample(sequence, &(llamac_sampler){0}, &error);
 //
-// A model is the file: its weights and its tokenizer. An engine has what computes: the threads or
+// A model is a file: its weights and its tokenizer. An engine computes: it has the CPU threads or
 // the GPU, and the weights in the layout that they need. A sequence is a text that the engine
 // works on: its tokens and their KV cache. examples/embed.c is a complete program.
 //
@@ -20,13 +20,13 @@
 //
 // Threads: there is no static state, so a program may have any number of models and engines.
 // Threads may share a model, but not while llamac_open_tokenizer or llamac_use_template changes it.
-// An engine, together with its sequences, may be used by one thread at a time. Their texts do not
-// depend on each other: a sequence's logits are the same to the last bit whatever other sequences
-// are in the batch, and however its tokens were divided into calls. On a GPU, they are the same up to
+// An engine, together with its sequences, may be used by one thread at a time. Sequences do not
+// affect each other: on the CPU, the logits of a sequence are bit-identical for any other sequences
+// in the batch and for any division of its tokens into calls. On a GPU, they are the same up to
 // rounding, which differs between kernels for one token and for several.
 //
-// Versions: a struct that a program passes or receives may get new fields at its end. The library
-// learns from sizeof, by which the inline functions call it, which fields the program knows.
+// Versions: a struct that a program passes or receives may get new fields at its end. The inline
+// functions pass its sizeof, which tells the library which fields the program knows.
 #ifndef LLAMAC_H
 #define LLAMAC_H
 
@@ -53,7 +53,7 @@ LLAMAC_API int llamac_version(void);
 LLAMAC_API const char *llamac_isa(void);
 
 typedef struct llamac_model llamac_model;   // weights and tokenizer of a file
-typedef struct llamac_engine llamac_engine; // threads or GPU, with the weights as they need them
+typedef struct llamac_engine llamac_engine; // threads or GPU, and weights in the layout they need
 typedef struct llamac_sequence llamac_sequence; // tokens and their KV cache
 
 typedef struct { char text[512]; } llamac_error; // printable ASCII
@@ -64,8 +64,8 @@ typedef struct { char text[512]; } llamac_error; // printable ASCII
 enum {                       // flags
     LLAMAC_NO_TOKENIZER = 1, // do not read the tokenizer
     // Keep no matrices in memory: engines read them from the file for every pass through the model.
-    // This is slow, and for machines that have less memory than the model. Without it, engines keep
-    // as many matrices as there is memory for. Only on the CPU
+    // This is slow; it is for machines that have less memory than the model. Without this flag,
+    // engines keep as many matrices as fit in memory. CPU only
     LLAMAC_STREAM = 2,
 };
 
@@ -73,7 +73,7 @@ enum {                       // flags
 // until llamac_close.
 LLAMAC_API llamac_model *llamac_open(const char *path, int flags, llamac_error *);
 
-// The same for a file in memory, which must stay valid until llamac_close. `bytes` must be aligned
+// Opens a model file in memory, which must stay valid until llamac_close. `bytes` must be aligned
 // like memory from malloc.
 LLAMAC_API llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags,
                                             llamac_error *);
@@ -93,7 +93,7 @@ LLAMAC_API void llamac_close(llamac_model *);
 
 typedef struct {
     int dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size;
-    int seq_len; // max context
+    int seq_len; // max context in tokens
     bool has_tokenizer;
     bool add_bos; // the model expects BOS before a text: call llamac_encode with bos = true
     int bos, eos; // the tokens BOS and EOS, which begin and end a text; -1: there is no tokenizer
@@ -139,8 +139,9 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 
 // Encodes a turn of the user, up to where the answer begins, with BOS if the template needs it.
 // Returns the tokens like llamac_encode. The system prompt is used in the first turn only; "": no
-// system prompt; NULL: the one in the file's template, if the file decided and its template has
-// one, as Qwen2.5's. Every later turn begins with the end marker of the answer before it.
+// system prompt; NULL: the one in the file's template, if llamac_use_template had a NULL name and
+// that template has one, like Qwen2.5's. Every later turn begins with the end marker of the answer
+// before it.
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
@@ -155,7 +156,7 @@ LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, si
 // tokenizer.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
 
-// The text of sampled tokens as it may be shown: whole UTF-8 characters, up to a stop string.
+// Decodes sampled tokens to text that may be shown: whole UTF-8 characters, up to a stop string.
 typedef struct llamac_text llamac_text;
 
 enum {                     // flags of llamac_text_new
@@ -173,14 +174,13 @@ LLAMAC_API llamac_text *llamac_text_new(const llamac_model *, int previous,
 enum { LLAMAC_MORE, LLAMAC_END, LLAMAC_STOP }; // results of llamac_text_add
 
 // Adds a token. Returns LLAMAC_END if it ends the text (see llamac_ends), LLAMAC_STOP if it
-// completes a stop string, else LLAMAC_MORE; -1 after a failure. Writes to *out, which is valid
-// until the next call, *n bytes that may be shown now. Bytes that may begin a stop string, and
-// incomplete characters, are held back until later tokens decide. A text that has ended accepts no
-// tokens.
+// completes a stop string, else LLAMAC_MORE; -1 after a failure. Sets *out to *n bytes that may be
+// shown now, valid until the next call. Bytes that may begin a stop string, and incomplete
+// characters, are held back until later tokens decide. A text that has ended accepts no tokens.
 LLAMAC_API int llamac_text_add(llamac_text *, int token, const char **out, size_t *n,
                                llamac_error *);
 
-// Ends a text that has not ended by a token: releases the bytes that are held back.
+// Ends a text that no token has ended: releases the bytes that are held back.
 LLAMAC_API bool llamac_text_finish(llamac_text *, const char **out, size_t *n, llamac_error *);
 
 // Frees a text. NULL is allowed.
@@ -200,26 +200,26 @@ typedef struct {
     // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
     // pages of the file. By default, llamac_start makes the copy if there is enough memory
     bool no_copy;
-    // The program reads no logits, it only calls llamac_sample, with temperature and topp alone: a
-    // GPU then keeps them in its memory
+    // The program reads no logits: it only calls llamac_sample, with temperature and topp alone. A
+    // GPU then keeps the logits in its memory
     bool sample_only;
     // CPU: bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else
     // 32. A GPU requires 0
     int kv_bits;
-    // Called while llamac_start prepares the weights, with the share that is done, from 0 to 1. If
-    // it returns false, llamac_start fails. May be NULL
+    // Called while llamac_start prepares the weights, with the fraction that is done, from 0 to 1.
+    // If it returns false, llamac_start fails. May be NULL
     bool (*progress)(void *data, float share);
     // Called from time to time during a call that evaluates tokens. If it returns true, the call
     // fails and the engine can be used again. May be NULL
     bool (*abort)(void *data);
     void *data; // for `progress` and `abort`
-    // CPU: name of an instruction set that the kernels must use, for tests: scalar, avx2, avxvnni,
-    // avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128. NULL: the best that the
-    // machine has
+    // CPU: name of the instruction set that the kernels must use, for tests: scalar, avx2, avxvnni,
+    // avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128. NULL: the best one of the
+    // machine
     const char *isa;
 } llamac_options;
 
-// Starts an engine. NULL options are options that are all zero. `size` is sizeof(llamac_options).
+// Starts an engine. NULL as options is the same as all zeros. `size` is sizeof(llamac_options).
 // Copies the weights to the device or, on the CPU, to a layout that is faster to multiply.
 LLAMAC_API llamac_engine *llamac_start_sized(const llamac_model *, const llamac_options *,
                                              size_t size, llamac_error *);
@@ -251,17 +251,17 @@ LLAMAC_API llamac_sequence *llamac_sequence_copy(const llamac_sequence *, int n,
 // Drops all tokens but the first n.
 LLAMAC_API bool llamac_sequence_truncate(llamac_sequence *, int n, llamac_error *);
 
-// Saves the tokens of a sequence and their KV cache in a file, with which llamac_sequence_load
+// Saves the tokens of a sequence and their KV cache in a file, from which llamac_sequence_load
 // begins a sequence without evaluating them. The file is written beside `path` and then moved
-// there, so a file at `path` is always whole. That replaces an earlier file of this function; fails
-// if anything else is there. If `path` is a symbolic link, the file that it leads to is replaced.
-// Only the owner of the file can read it.
+// there, so a file at `path` is always complete. This replaces an earlier file of this function,
+// but fails if anything else is there. If `path` is a symbolic link, the file at its end is
+// replaced. On POSIX, only the owner of the file can read it.
 LLAMAC_API bool llamac_sequence_save(const llamac_sequence *, const char *path, llamac_error *);
 
-// Begins a sequence with the tokens in a file of llamac_sequence_save. It continues like the saved
-// one, to the last bit. It has no logits until a token is evaluated: to get those of the last
-// token, evaluate that again, at its position. Fails if the file is damaged, was saved with another
-// model or other kv_bits, or has more tokens than llamac_positions.
+// Begins a sequence with the tokens in a file of llamac_sequence_save. Its continuation is the same
+// as that of the saved one, to the last bit. It has no logits until a token is evaluated: to get
+// those of the last token, evaluate it again, at its position. Fails if the file is damaged, was
+// saved with another model or other kv_bits, or has more tokens than llamac_positions.
 LLAMAC_API llamac_sequence *llamac_sequence_load(llamac_engine *, const char *path, llamac_error *);
 
 // Returns the number of tokens of a sequence.
@@ -270,9 +270,9 @@ LLAMAC_API int llamac_sequence_length(const llamac_sequence *);
 // Returns the tokens of a sequence, which the next call that evaluates tokens may move.
 LLAMAC_API const int *llamac_sequence_tokens(const llamac_sequence *);
 
-// Evaluates n tokens at positions pos..pos+n-1, where pos + n is llamac_positions at most. The
-// sequence has at least pos tokens; those from pos on are dropped first. Computes the logits of the
-// last token. On failure, the sequence has pos tokens at most.
+// Evaluates n tokens at positions pos..pos+n-1, where pos + n is at most llamac_positions. The
+// sequence must have at least pos tokens; those from pos on are dropped first. Computes the logits
+// of the last token. After a failure, the sequence has at most pos tokens.
 LLAMAC_API bool llamac_forward(llamac_sequence *, const int *tokens, int n, int pos,
                                llamac_error *);
 
@@ -280,8 +280,9 @@ LLAMAC_API bool llamac_forward(llamac_sequence *, const int *tokens, int n, int 
 typedef struct {
     llamac_sequence *sequence;
     int token;
-    // Place of the token in its sequence. The first token of a sequence in the batch replaces the
-    // sequence from there on, as in llamac_forward; each further token of it has the next position
+    // Position of the token in its sequence. The first token of a sequence in the batch replaces
+    // the sequence from there on, as in llamac_forward. Its further tokens must have the positions
+    // that follow
     int position;
     bool logits; // compute the logits of this token
 } llamac_batch_token;
@@ -307,23 +308,24 @@ LLAMAC_API const float *llamac_batch_logits(const llamac_engine *, int i);
 // Fails if there are none, or if they are not finite.
 LLAMAC_API bool llamac_nll(const llamac_engine *, int i, int token, double *nll, llamac_error *);
 
-// How a token is sampled. Zeros leave a step out. The steps are, in this order: logit biases,
+// How a token is sampled. A field of 0 skips its step. The steps are, in this order: logit biases,
 // penalties, mask, temperature, softmax, top-k, min-p, top-p, and the draw.
 typedef struct {
-    // 0: greedy, the most likely token after biases, penalties and mask; infinity: all are as likely
+    // 0: greedy, the most likely token after biases, penalties and mask; infinity: all are equally
+    // likely
     float temperature;
-    // top-p: sample from the most likely of the tokens that top-k and min-p have left, so many that
-    // their share of the probability exceeds this; 0 or 1: all
+    // top-p: of the tokens that top-k and min-p leave, sample from the smallest set of most likely
+    // ones whose share of the total probability exceeds this; 0 or 1: from all
     float topp;
     uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
-    int topk;       // sample from so many of the most likely tokens; 0: from all
-    float minp;     // leave out tokens less likely than this share of the most likely; 0: none
-    // The penalties are for the tokens of the sequence, prompt included. repeat_penalty: positive
+    int topk;       // sample from this many of the most likely tokens; 0: from all
+    float minp;     // leave out tokens less likely than this times the most likely one; 0: none
+    // The penalties apply to the tokens of the sequence, prompt included. repeat_penalty: positive
     // logits are divided by it, others multiplied, as in llama.cpp; 0 or 1: none
     float repeat_penalty;
     float frequency_penalty; // subtracted from the logit for each occurrence, as in OpenAI's API
     float presence_penalty;  // subtracted once, likewise
-    int penalty_tokens;      // last tokens that the penalties count; 0: 64; -1: all
+    int penalty_tokens;      // number of last tokens to penalise; 0: 64; -1: all
     // biases[i] is added to the logit of token bias_tokens[i]; -INFINITY leaves the token out
     const int *bias_tokens; // (n_biases,)
     const float *biases;    // (n_biases,)
@@ -332,10 +334,10 @@ typedef struct {
 } llamac_sampler;
 
 // Samples the token after the latest one whose logits were computed. Does not evaluate it: another
-// call samples from the same logits again. Fails if the logits are not finite, and if no token is
+// call samples from the same logits again. Fails if the logits are not finite, or if no token is
 // left. With temperature, topp and state alone, the sampler is that of llama2.c, so that the same
-// seed gives the same text; the other fields need logits in host memory: with sample_only, a GPU
-// has none. `size` is sizeof(llamac_sampler).
+// seed gives the same text. The other fields need logits in host memory, where a GPU with
+// sample_only does not write them. `size` is sizeof(llamac_sampler).
 LLAMAC_API int llamac_sample_sized(llamac_sequence *, llamac_sampler *, size_t size,
                                    llamac_error *);
 static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampler,
@@ -344,7 +346,7 @@ static inline int llamac_sample(llamac_sequence *sequence, llamac_sampler *sampl
 }
 
 // Samples the token after token i of the engine's last call, whose logits must have been computed.
-// The penalties are then for the tokens of its sequence up to token i. Otherwise as llamac_sample.
+// The penalties apply to the tokens of its sequence up to token i. Otherwise like llamac_sample.
 // Fails if the sequence was freed since the call.
 LLAMAC_API int llamac_sample_at_sized(llamac_engine *, int i, llamac_sampler *, size_t size,
                                       llamac_error *);
@@ -354,8 +356,8 @@ static inline int llamac_sample_at(llamac_engine *engine, int i, llamac_sampler 
 }
 
 // Samples the next token of each of n sequences, like llamac_sample with the sampler of the same
-// index. Writes the tokens to tokens (n,), with -1 where sampling fails; returns false and the first
-// error then. `size` is sizeof(llamac_sampler).
+// index. Writes the tokens to tokens (n,), with -1 where sampling fails; returns false and the
+// first error then. `size` is sizeof(llamac_sampler).
 LLAMAC_API bool llamac_sample_batch_sized(llamac_sequence *const *sequences,
                                           llamac_sampler *const *samplers, int n, int *tokens,
                                           size_t size, llamac_error *);
@@ -406,9 +408,9 @@ LLAMAC_API bool llamac_grammar_accept(llamac_grammar *, int token);
 // can then be completed with `left` tokens, this one included but not the one that ends the text.
 // If the caller samples among these and lowers `left` by 1 for each token, the text is complete at
 // `left` == 0 at the latest; if `left` is too small for any text at first, no token is allowed.
-// A completion counts if each of its tokens begins without whitespace and closes what it opens. So
-// in the last steps before `left` is 0, a token that needs another completion may be 0. Tokens that
-// end a text are 1 if the text is complete.
+// Only completions are considered whose tokens all begin without whitespace and close every
+// container that they open. So in the last steps before `left` is 0, a token that needs another
+// completion may be 0. Tokens that end a text are 1 if the text is complete.
 LLAMAC_API const uint8_t *llamac_grammar_allowed(llamac_grammar *, int left);
 
 // Returns whether the text is valid JSON as it is. More tokens may be allowed: 12 can become 123.
@@ -417,15 +419,14 @@ LLAMAC_API bool llamac_grammar_complete(const llamac_grammar *);
 // ----------------------------------------------------------------------------
 // Embeddings
 
-// What is made of the hidden states of a text's tokens: their mean, or the state of the last token.
+// How the hidden states of a text's tokens are pooled: their mean, or the state of the last token.
 enum { LLAMAC_MEAN, LLAMAC_LAST };
 
-// Computes the embedding of a text of n tokens, up to llamac_positions: `embedding` (dim,) is made
-// of the hidden states of its tokens, the residual stream after the final RMSNorm. It is not scaled
-// to unit length. A hidden state depends only on the tokens up to its own: on the CPU, it is the
-// same to the last bit whatever follows. The sequences of the engine and the logits of its last
-// call stay as they are. Fails if a number is not finite. After a failure, `embedding` is
-// undefined.
+// Computes the embedding (dim,) of a text of n tokens, up to llamac_positions, from the hidden
+// states of its tokens: the residual stream after the final RMSNorm. It is not scaled to unit
+// length. A hidden state depends only on the tokens up to its own: on the CPU, it is bit-identical
+// for any tokens that follow. The sequences of the engine and the logits of its last call stay
+// unchanged. Fails if a number is not finite. After a failure, `embedding` is undefined.
 LLAMAC_API bool llamac_embed(llamac_engine *, const int *tokens, int n, int pooling,
                              float *embedding, llamac_error *);
 
@@ -439,7 +440,7 @@ LLAMAC_API int llamac_threads(const llamac_engine *);
 LLAMAC_API double llamac_bytes_per_token(const llamac_model *);
 
 // Measures how fast the engine can read its weights if it does nothing else, in bytes per second.
-// This, divided by llamac_bytes_per_token, is an upper bound of the tokens per second.
+// This, divided by llamac_bytes_per_token, is an upper bound on the tokens per second.
 LLAMAC_API double llamac_bandwidth(const llamac_engine *);
 
 #ifdef __cplusplus

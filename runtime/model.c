@@ -134,12 +134,12 @@ static bool check_config(Config *c, Error *e) {
 typedef struct {
     double theta;  // pair i turns by theta^(-2i / head_dim) radians for each position
     double factor; // context extension: positions are divided by it
-    int context;   // YaRN: context of the training, before the extension; 0: not YaRN
+    int context;   // YaRN: training context in tokens, before the extension; 0: not YaRN
 } Rope;
 
-// Returns the share of the context extension that pair i gets: 1 if the model has no YaRN. YaRN
-// (Peng 2023) gives 0 to pairs that turn 32 times or more in the context of the training, 1 to
-// pairs that turn once or less, and between them a share that grows linearly with i.
+// Returns the share of the context extension that applies to pair i: 1 if the model has no YaRN.
+// With YaRN (Peng 2023), it is 0 for pairs that turn 32 times or more within the training context,
+// 1 for pairs that turn once or less, and grows linearly with i between them.
 //
 // Pair i turns n = context * theta^(-2i / head_dim) / (2 pi) times. Solved for i:
 // i = head_dim / (2 log(theta)) * (log(context / (2 pi)) - log(n)).
@@ -153,8 +153,8 @@ static double stretch_of(const Rope *r, int head_dim, int i) {
     return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
 }
 
-// Computes the frequencies and YaRN's scale of queries and keys. Call it after everything else of
-// the model is loaded.
+// Computes the frequencies and YaRN's scale of queries and keys. Call it after the rest of the
+// model is loaded.
 static bool set_rope(Model *m, const Rope *r, Error *e) {
     Config *c = &m->config;
     const float *factors = m->weights.rope_factors.data;
@@ -332,8 +332,8 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     return true;
 }
 
-// Returns the tensor with a name, and its layer (0 if it is of none); N_TENSORS if the name is
-// unknown.
+// Returns the tensor with a name, and its layer (0 if it belongs to no layer); N_TENSORS if the
+// name is unknown.
 static int find_tensor(String name, const Config *c, int *layer) {
     *layer = 0;
     size_t at = 0;
@@ -502,8 +502,8 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
 }
 
 // Returns whether the file has a checksum of the list of tensors that matches the list. A program
-// that rewrites the tensors, as in another type, copies metadata that it does not know, such as the
-// checksums. So if the list does not match, the checksum of the weights is stale too.
+// that rewrites the tensors, such as in another type, copies metadata that it does not know, such
+// as the checksums. So if the list does not match, the checksum of the weights is stale too.
 static bool list_is_unchanged(const Model *m) {
     char found[65];
     if (m->list_sha256) sha256(m->list, m->list_size, found);
@@ -568,7 +568,7 @@ void llamac_identify(const Model *m, uint8_t identity[SHA256_BYTES]) {
     Sha256 sha = llamac_sha256_begin();
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) add_number(&sha, sizes[i]);
     add_float(&sha, c->norm_eps), add_float(&sha, c->rope_scale);
-    // rounded, because the last bits of a double differ between libraries of mathematics
+    // rounded, because the last bits of a double differ between math libraries
     for (int i = 0; i < c->head_dim / 2; i++) add_float(&sha, m->weights.frequencies[i]);
     if (m->sha256) llamac_sha256_add(&sha, m->sha256, 64);
     if (m->list_sha256) llamac_sha256_add(&sha, m->list_sha256, 64);
@@ -584,7 +584,7 @@ void llamac_identify(const Model *m, uint8_t identity[SHA256_BYTES]) {
 // ----------------------------------------------------------------------------
 // Zeros: an interrupted download may have its full size, with zeros in place of the missing data
 
-// Drops bytes of a model that is to be streamed, which must not gather in memory.
+// Drops bytes from memory if the model is streamed, because they must not accumulate there.
 static void forget(const Model *m, const void *bytes, size_t n) {
     if (m->stream) llamac_drop_pages(bytes, (const uint8_t *)bytes + n);
 }
@@ -604,16 +604,16 @@ static bool has_zeros(const Model *m) {
     return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
 }
 
-// Returns whether a tensor must have a number other than 0. Biases may be initialized with zeros,
-// and so may the classifier and the matrices that add to the residual stream.
+// Returns whether a tensor must contain a number other than 0. Biases may be initialized with
+// zeros, and so may the classifier and the matrices that add to the residual stream.
 static bool is_never_zero(int tensor) {
     return tensor < BQ ? tensor != WO && tensor != W2 && tensor != OUTPUT : is_head_norm(tensor);
 }
 
 // Refuses a model with zeros in place of weights. A sample of zeros is not proof, since a model may
 // have rows of zeros: if the file has a checksum of its weights that is not stale, that checksum
-// alone decides. Without such a sample or such a checksum, no tensor that must have other numbers
-// may be all zeros.
+// alone decides. Without such a sample or such a checksum, refuses the model only if a tensor that
+// must contain other numbers is all zeros.
 static bool refuse_zeros(const Model *m, Error *e) {
     if (m->sha256 && list_is_unchanged(m) && has_zeros(m)) return verify(m, e);
     for (int i = 0; i < N_TENSORS; i++) {

@@ -117,7 +117,7 @@ typedef struct {
     const Piece **symbols; // (n_symbols,) user-defined pieces, sorted by text
     int n_symbols;
     int byte_ids[256];  // id of the piece of each byte, or -1
-    bool has_unused;    // some pieces are UNUSED: merges pass through them, but no token is one
+    bool has_unused;    // some pieces are UNUSED: merges may pass through them, tokens never are
     bool encode_whole;  // encoding each word of a text by itself could change the tokens
     bool byte_fallback; // unknown characters are encoded as bytes instead of as `unk`
     bool space_prefix;  // put a space before the text
@@ -191,7 +191,7 @@ struct llamac_model {
     File file, tokenizer_file;
     const Template *chat;          // NULL: not set
     int stop;                      // token that ends an answer in the chat template, -1: none
-    int mark_tokens[MAX_MARKS];    // of the template's markers, -1: the vocabulary has none
+    int mark_tokens[MAX_MARKS];    // tokens of the template's markers, -1: not in the vocabulary
     bool chat_bos;                 // a chat begins with BOS, unless the template says otherwise
     Text chat_system;              // the system prompt of chats without one
     char path[MAX_SHOWN_PATH + 1]; // of the file, for messages; "": opened from memory
@@ -204,9 +204,9 @@ bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, E
 // Puts the path before the message, unless it is "". Returns false.
 bool llamac_name_file(const char *path, Error *);
 
-// Computes what tells a model from others: the SHA-256 of its sizes, RoPE's frequencies, the
-// checksums in its file if there are some, and the type, the shape and eight samples of 64 bytes of
-// each tensor, its first and last bytes among them. The weights must be in host memory.
+// Computes the identity of a model: the SHA-256 of its sizes, RoPE's frequencies, the checksums in
+// its file, if any, and the type, the shape and eight samples of 64 bytes of each tensor, including
+// its first and last bytes. The weights must be in host memory.
 void llamac_identify(const Model *, uint8_t identity[SHA256_BYTES]);
 
 // Returns how many bytes of weights the computation of one token reads, and the lowest address of

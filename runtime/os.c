@@ -1,11 +1,11 @@
-// The operating system: one part for Windows, one for POSIX with what only Linux, macOS or a browser
-// has, and what is the same on all of them. All other files need only C11.
-#define _GNU_SOURCE 1        // POSIX beside C11, and sched_getaffinity
+// The interface to the operating system: a part each for WebAssembly, Windows and POSIX (with code
+// for Linux or macOS alone), and a part for Windows and POSIX. All other files need only C11.
+#define _GNU_SOURCE 1        // POSIX in addition to C11, and sched_getaffinity
 #define _FILE_OFFSET_BITS 64 // files above 2 GB on 32-bit systems
 #ifndef _WIN32_WINNT
-#define _WIN32_WINNT 0x0602 // Windows 8: its locks and its functions for paths
+#define _WIN32_WINNT 0x0602 // Windows 8, for its locks and its functions for paths
 #endif
-#define WIN32_LEAN_AND_MEAN 1 // without what redefines usual names
+#define WIN32_LEAN_AND_MEAN 1 // without definitions that conflict with common names
 #define NOMINMAX 1
 #include <errno.h>
 #include "backend.h" // refuses -ffast-math
@@ -82,8 +82,8 @@ typedef enum { NOTHING, REGULAR_FILE, LINK, FOLDER, SOMETHING_ELSE, CANNOT_TELL 
 // ----------------------------------------------------------------------------
 // Windows
 //
-// The functions of the C library whose names begin with _w take paths in UTF-16 and set errno. Those
-// of the system are used where the C library has none.
+// The functions of the C library whose names begin with _w take paths in UTF-16 and set errno.
+// System functions are used where the C library has no suitable one.
 
 #include <fcntl.h>
 #include <io.h>
@@ -94,7 +94,7 @@ typedef enum { NOTHING, REGULAR_FILE, LINK, FOLDER, SOMETHING_ELSE, CANNOT_TELL 
 #include <psapi.h>
 #include <shellapi.h>
 
-// Sets errno by the latest error of a function of the system.
+// Sets errno from the latest error of a system function.
 static void set_errno(void) {
     switch (GetLastError()) {
     case ERROR_FILE_NOT_FOUND:
@@ -108,8 +108,8 @@ static void set_errno(void) {
     }
 }
 
-// Returns a text in UTF-16, to be freed. Returns NULL and sets errno if it is not UTF-8, or if there
-// is not enough memory.
+// Returns a text in UTF-16, to be freed. Returns NULL and sets errno if it is not UTF-8, or if
+// there is not enough memory.
 static wchar_t *to_wide(const char *text) {
     int n = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, text, -1, NULL, 0);
     wchar_t *wide = n ? resize(NULL, n, sizeof *wide) : NULL;
@@ -206,8 +206,8 @@ static void unmap(void *bytes, size_t size) {
     UnmapViewOfFile(bytes);
 }
 
-// Creates a file whose name ends in XXXXXX, which it replaces. Returns NULL and sets errno if that
-// fails. Who may read it depends on the folder.
+// Creates a file. Replaces XXXXXX at the end of its name to make the name unique. Returns NULL and
+// sets errno if that fails. Who may read the file depends on the folder.
 static FILE *create_unique(char *name) {
     char *end = name + strlen(name) - 6;
     int file = -1;
@@ -233,7 +233,7 @@ static void remove_file(const char *name) {
 // Waits until all of a file is on the disk.
 static bool sync_file(FILE *stream) { return !_commit(_fileno(stream)); }
 
-// Moves a file, also to the place of another.
+// Moves a file, replacing any file that is there.
 static bool move_file(const char *from, const char *to) {
     wchar_t *wide_from = to_wide(from), *wide_to = to_wide(to);
     bool moved =
@@ -252,7 +252,7 @@ void llamac_free_aligned(void *p) { _aligned_free(p); }
 // Large pages need a privilege that users do not have.
 void llamac_use_large_pages(const void *p, size_t n) { (void)p, (void)n; }
 
-// Unlocking pages that are not locked takes them from the memory of the process.
+// Unlocking pages that are not locked removes them from the memory of the process.
 static void drop_whole_pages(void *p, size_t n) { VirtualUnlock(p, n); }
 
 static size_t page_size(void) {
@@ -347,8 +347,8 @@ uint64_t llamac_peak_memory(void) {
     return used.PeakWorkingSetSize;
 }
 
-// The file is on another machine, or on a disk that was removed: Windows keeps others from cutting
-// off a file that is mapped.
+// This happens if the file is on another machine, or on a disk that was removed: Windows prevents
+// other programs from truncating a mapped file.
 static LONG WINAPI end_by_exception(EXCEPTION_POINTERS *exception) {
     DWORD written;
     if (exception->ExceptionRecord->ExceptionCode != EXCEPTION_IN_PAGE_ERROR)
@@ -370,8 +370,8 @@ static BOOL WINAPI restore_before_end(DWORD event) {
 
 void llamac_begin_program(int *argc, char ***argv) {
     for (int stream = 0; stream < 3; stream++) _setmode(stream, _O_BINARY);
-    // A console shows each write by itself, so a character must not be divided between two. The
-    // program flushes stdout
+    // A console decodes each write separately, so a character must not be split between two. The
+    // program flushes stdout itself
     setvbuf(stdout, NULL, _IOFBF, 1 << 16);
     SetUnhandledExceptionFilter(end_by_exception);
     code_page_before = GetConsoleOutputCP();
@@ -405,7 +405,7 @@ static int64_t read_console(HANDLE console, char *bytes, size_t n) {
     return WideCharToMultiByte(CP_UTF8, 0, text, (int)kept, bytes, (int)n, NULL, NULL);
 }
 
-// Makes \n of the ends of lines, \r\n. Returns how many of the n bytes remain.
+// Replaces \r\n by \n. Returns how many of the n bytes remain.
 static int64_t end_lines(char *bytes, DWORD n) {
     DWORD kept = 0;
     for (DWORD i = 0; i < n; i++)
@@ -426,7 +426,7 @@ int64_t llamac_read_input(char *bytes, size_t n, bool wait) {
         if (got && bytes[got - 1] == '\r') ReadFile(input, bytes + got, 1, &more, NULL);
         return end_lines(bytes, got + more);
     }
-    if (GetLastError() == ERROR_BROKEN_PIPE) return 0; // its writer has ended
+    if (GetLastError() == ERROR_BROKEN_PIPE) return 0; // the writer has closed it
     return set_errno(), -1;
 }
 
@@ -499,8 +499,8 @@ static void *map_descriptor(int file, size_t size) {
 
 static void unmap(void *bytes, size_t size) { munmap(bytes, size); }
 
-// Creates a file whose name ends in XXXXXX, which it replaces, readable only by its owner. Returns
-// NULL and sets errno if that fails.
+// Creates a file, readable only by its owner. Replaces XXXXXX at the end of its name to make the
+// name unique. Returns NULL and sets errno if that fails.
 static FILE *create_unique(char *name) {
     int file = mkstemp(name);
     FILE *stream = file < 0 ? NULL : fdopen(file, "wb");
@@ -513,7 +513,7 @@ static void remove_file(const char *name) { unlink(name); }
 // Waits until all of a file is on the disk.
 static bool sync_file(FILE *stream) { return !fsync(fileno(stream)); }
 
-// Moves a file, also to the place of another.
+// Moves a file, replacing any file that is there.
 static bool move_file(const char *from, const char *to) { return !rename(from, to); }
 
 void *llamac_allocate_aligned(size_t alignment, size_t n) { return aligned_alloc(alignment, n); }
@@ -532,7 +532,7 @@ static void drop_whole_pages(void *p, size_t n) { madvise(p, n, MADV_DONTNEED); 
 
 static size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-// Linux reports what is free in files. On other systems, all memory of the machine counts as free.
+// Linux reports free memory in files. On other systems, all memory of the machine counts as free.
 
 enum { MAX_SYSTEM_PATH = 4096 }; // bytes, as in Linux, with the terminating zero
 
@@ -723,7 +723,7 @@ uint64_t llamac_peak_memory(void) {
 #endif
 }
 
-// Reading a truncated mapping raises SIGBUS: another program may have cut off the model file.
+// Reading a truncated mapping raises SIGBUS: another program may have truncated the model file.
 static void end_by_signal(int number) {
     ssize_t written = write(2, file_cut_off, sizeof file_cut_off - 1);
     (void)number, (void)written;
@@ -787,8 +787,8 @@ bool llamac_map_file(const char *path, File *mapped, Error *e) {
     return true;
 }
 
-// Reads the bytes from `begin` on, up to `end` or the end of the file, to the same place in `bytes`.
-// Returns where they end, or -1 after an error.
+// Reads the bytes from `begin` on, up to `end` or the end of the file, to the same place in
+// `bytes`. Returns where they end, or -1 after an error.
 static int64_t read_range(int file, uint8_t *bytes, size_t begin, size_t end) {
     int64_t got = 1;
     for (; begin < end && got > 0; begin += got > 0 ? got : 0)
@@ -823,8 +823,8 @@ void llamac_unmap(File *file) {
     *file = (File){0};
 }
 
-// Returns the path of the file that `path` names, to be freed. If `path` is a symbolic link, that is
-// the file at the end of it, because moving another file to `path` would replace the link.
+// Returns the path of the file that `path` names, to be freed. If `path` is a symbolic link, that
+// is the file at the end of it, because moving another file to `path` would replace the link.
 static char *follow_link(const char *path, Error *e) {
     char *target;
     if (kind_at(path, false) == LINK) {
@@ -839,7 +839,7 @@ static char *follow_link(const char *path, Error *e) {
     return strcpy(target, path);
 }
 
-// Fails if something is at `path` that does not begin with the n bytes of `magic`, or is no file.
+// Fails if something is at `path` that is not a regular file beginning with the n bytes of `magic`.
 static bool may_replace(const char *path, const void *magic, size_t n, Error *e) {
     uint8_t found[64];
     Kind kind = kind_at(path, false);

@@ -1,11 +1,11 @@
-// The operating system: files, memory, processors, threads, the clock, and what a program needs of
-// it. Only this header and os.c know POSIX or Windows. Paths, arguments and texts are UTF-8 on every
-// system.
+// The interface to the operating system: files, memory, processors, threads, the clock, and what
+// programs need. Only os.c and this header use POSIX or Windows. Paths, arguments and texts are
+// UTF-8 on every system.
 #ifndef LLAMAC_OS_H
 #define LLAMAC_OS_H
 
-// MinGW's own printf knows %zu, which that of Windows' older C library does not. GCC checks formats
-// for the older one by default.
+// MinGW's own printf supports %zu, but that of Windows' older C library does not. By default, GCC
+// checks formats for the latter.
 #ifdef __MINGW32__
 #include <stddef.h> // may set the macro
 #undef __USE_MINGW_ANSI_STDIO
@@ -41,7 +41,7 @@ bool llamac_map_file(const char *path, File *, llamac_error *);
 void llamac_unmap(File *);
 
 // Reads n bytes of a mapped file from byte `at` on, without mapping them into memory. Returns false
-// if the file ends before, or cannot be read.
+// if the file ends earlier, or cannot be read.
 bool llamac_read_mapped(const File *, uint8_t *bytes, size_t at, size_t n);
 
 // Reads a file and returns its bytes, to be freed, and their number in *size. Reading is safer than
@@ -50,20 +50,20 @@ bool llamac_read_mapped(const File *, uint8_t *bytes, size_t at, size_t n);
 uint8_t *llamac_read_file(const char *path, const void *magic, size_t n, size_t *size,
                           llamac_error *);
 
-// A file that is being written under its own name, in the folder where it will be.
+// A file that is being written under a temporary name, in the folder of its target.
 typedef struct {
     FILE *stream;
-    char *name;   // its own name, allocated
-    char *target; // the path where it will be, allocated
+    char *name;   // temporary path, allocated
+    char *target; // final path, allocated
 } NewFile;
 
-// Creates a file, readable only by its owner, that llamac_finish_file moves to `path` or, if that is
-// a symbolic link, to where it leads. Fails if something is there that is not a regular file
-// beginning with the n bytes of `magic`.
+// Creates a file that llamac_finish_file moves to `path` or, if that is a symbolic link, to the
+// file at its end. On POSIX, only its owner can read it. Fails if something is there that is not a
+// regular file beginning with the n bytes of `magic`.
 bool llamac_create_file(NewFile *, const char *path, const void *magic, size_t n, llamac_error *);
 
-// Closes the file and moves it to its target when all of it is on the disk. If `ok` is false or that
-// fails, removes it. Returns whether it was moved. If `ok` is false, *e is not changed.
+// Closes the file and moves it to its target when all of it is on the disk. If `ok` is false or
+// that fails, removes it. Returns whether it was moved. If `ok` is false, *e is not changed.
 bool llamac_finish_file(NewFile *, bool ok, llamac_error *);
 
 // Opens a file for reading bytes. Returns NULL and sets errno if that fails.
@@ -72,7 +72,7 @@ FILE *llamac_open_file(const char *path);
 // Returns whether the path leads to a folder.
 bool llamac_is_folder(const char *path);
 
-// Returns false if nothing is at the path, true also if the system does not say.
+// Returns false if nothing is at the path; true if something is, or if the system cannot tell.
 bool llamac_may_exist(const char *path);
 
 // ----------------------------------------------------------------------------
@@ -91,7 +91,7 @@ void llamac_use_large_pages(const void *p, size_t n);
 // mapped file again when they are needed.
 void llamac_drop_pages(const uint8_t *begin, const uint8_t *end);
 
-// Returns how many bytes can be allocated without swapping: the least of the machine's available
+// Returns how many bytes can be allocated without swapping: the minimum of the machine's available
 // memory and what the control groups (containers, services, jobs) of the process leave. `root` is
 // put before the paths /proc and /sys; it is "" except in tests.
 uint64_t llamac_free_memory(const char *root);
@@ -99,8 +99,8 @@ uint64_t llamac_free_memory(const char *root);
 // ----------------------------------------------------------------------------
 // Processors, threads and the clock
 
-// Returns whether an ARM processor multiplies bytes: by dot products, by products of matrices.
-// False on other processors.
+// Return whether an ARM processor has instructions for dot products of bytes, and for products of
+// matrices of bytes. False on other processors.
 bool llamac_has_dotprod(void);
 bool llamac_has_i8mm(void);
 
@@ -129,7 +129,7 @@ void llamac_join_thread(Thread *);
 // Lets other threads run on this processor.
 void llamac_yield(void);
 
-// A lock, and threads that sleep until they are woken.
+// A lock with a condition variable: threads can sleep until they are woken.
 typedef struct {
 #ifdef _WIN32
     void *lock, *wake; // an SRWLOCK and a CONDITION_VARIABLE
@@ -151,9 +151,9 @@ void llamac_wake_all(Monitor *);
 // ----------------------------------------------------------------------------
 // Programs (run.c); the library calls none of these
 
-// Prepares stdin, stdout and stderr for bytes, and a console for UTF-8. Makes a pipe without a
-// reader an error of the write. If a mapped file is cut off while in use, the program ends with a
-// line on stderr and exit code 1. Sets the arguments to UTF-8.
+// Prepares stdin, stdout and stderr for bytes, and a console for UTF-8. Makes a write to a pipe
+// without a reader return an error. If a mapped file is truncated while in use, the program ends
+// with a line on stderr and exit code 1. Converts the arguments to UTF-8.
 void llamac_begin_program(int *argc, char ***argv);
 
 // Returns whether stderr is shown in a terminal.
@@ -164,8 +164,8 @@ uint64_t llamac_peak_memory(void);
 
 enum { LLAMAC_INPUT_LATER = -2 };
 
-// Reads bytes of stdin, up to n >= 4096. Returns their number; 0 at the end of the input; -1 after an
-// error, which sets errno. If none have arrived, waits for some or, unless `wait`, returns
+// Reads bytes of stdin, up to n >= 4096. Returns their number; 0 at the end of the input; -1 after
+// an error, which sets errno. If none have arrived, waits for some or, unless `wait`, returns
 // LLAMAC_INPUT_LATER. On Windows, \r\n is read as \n, and a console only with `wait`.
 int64_t llamac_read_input(char *bytes, size_t n, bool wait);
 

@@ -88,8 +88,8 @@ static bool changes_logits(const llamac_sampler *s) {
     return has_penalties(s) || s->n_biases || s->allowed;
 }
 
-// Returns whether the sampler uses only temperature, topp and state. For such a sampler, a GPU samples
-// without copying the logits to the CPU.
+// Returns whether the sampler uses only temperature, topp and state. For such a sampler, a GPU
+// samples without copying the logits to the CPU.
 bool llamac_is_plain(const llamac_sampler *s) {
     return !changes_logits(s) && !s->topk && s->minp == 0;
 }
@@ -106,8 +106,8 @@ float llamac_random(llamac_sampler *s) {
 // ----------------------------------------------------------------------------
 // Biases, penalties and the mask
 
-// Penalises the logit of each different token among the last ones of the text. tokens: (n,). The
-// counts are 0 before and after.
+// Penalises, once, the logit of each token that occurs among the last ones of the text. tokens:
+// (n,). The counts are 0 before and after.
 static void penalize(const SamplerMemory *m, const llamac_sampler *s, const int *tokens, int n,
                      float *logits) {
     int last = s->penalty_tokens ? s->penalty_tokens : DEFAULT_PENALTY_TOKENS;
@@ -287,13 +287,13 @@ int llamac_draw(const SamplerMemory *m, llamac_sampler *s, const float *logits, 
                    -1;
     }
     if (llamac_is_greedy(s)) return best;
-    // p = exp((p - max) * scale). p - max of LEFT_OUT can overflow to -infinity, and -infinity times
-    // a scale of 0, that of an infinite temperature, would be NaN: so scale is never 0
+    // p = exp((p - max) * scale). For LEFT_OUT, p - max can overflow to -infinity, which gives NaN
+    // if scale is 0. So scale is kept above 0, even if the temperature is infinite
     float scale = fmaxf(1 / s->temperature, FLT_MIN);
     float sum = m->kernels->exponentials(p, p[best], scale, vocab_size);
     for (int i = 0; i < vocab_size; i++) p[i] /= sum;
-    // The kernels compute small numbers instead of 0 for the tokens that are left out. These numbers
-    // are a part of `sum`, but sample_filtered divides by the total of its candidates
+    // The kernels compute small numbers instead of 0 for the tokens that are left out. These
+    // numbers are a part of `sum`, but sample_filtered divides by the total of its candidates
     if (changed) filtered |= leave_out(m, s, p, 0);
     float coin = llamac_random(s);
     return filtered ? sample_filtered(m, s, best, coin) : sample_unfiltered(m, s->topp, coin);

@@ -28,11 +28,11 @@ void llamac_free_sampler_memory(SamplerMemory *);
 // Fails if a field of the sampler is out of range.
 bool llamac_check_sampler(const llamac_sampler *, int vocab_size, Error *);
 
-// Returns whether the sampler takes the most likely token. A subnormal temperature does too,
-// because its reciprocal can be infinite.
+// Returns whether the sampler takes the most likely token: if the temperature is 0, or so small
+// that its reciprocal is infinite.
 bool llamac_is_greedy(const llamac_sampler *);
 
-// Returns whether the sampler uses only what Backend.choose knows: temperature, topp and state.
+// Returns whether the sampler uses only what Backend.choose supports: temperature, topp and state.
 bool llamac_is_plain(const llamac_sampler *);
 
 // Returns a uniform number in [0, 1) and advances the state.

@@ -8,14 +8,14 @@
 //   28   n, the number of tokens, 4 bytes
 //   32   identity of the model, 32 bytes: see llamac_identify
 //   64   the tokens, 4 bytes each
-//        blocks of 64 positions; the last block has those that are left. A block has keys
+//        blocks of 64 positions; the last block has the remaining ones. A block has keys
 //        (n_layers, n_kv_heads, positions, head_dim) and values of the same shape. With 8 bits,
 //        the scales of the keys (n_layers, n_kv_heads, positions), float32, and those of the values
 //        follow
 //   end  SHA-256 of all bytes before it
 //
-// Saving needs memory for one block only. Files of the CPU and of the GPU are the same: a block is
-// no page of the KV cache, whose size each of them chooses.
+// Saving needs memory for one block only. The CPU and the GPU write the same files: the size of a
+// block does not depend on the page size of the KV cache, which each backend chooses.
 #include <errno.h>
 #include "state.h"
 
@@ -67,10 +67,10 @@ static void put(Writer *w, const void *bytes, size_t n) {
     llamac_sha256_add(&w->sha, bytes, n);
     if (!n || fwrite(bytes, 1, n, w->stream) == n) return;
     w->failed = true;
-    // If a part of the bytes has filled the disk, Wine's C library sets no error. The next write has
-    // one.
+    // If the disk is full after a part of the bytes, Wine's C library does not set errno. The next
+    // write sets it.
     size_t written = fwrite(bytes, 1, n, w->stream);
-    (void)written; // for its error alone
+    (void)written; // only its errno is needed
 }
 
 // Writes everything to the file. `block` has room for a block.

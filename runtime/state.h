@@ -4,7 +4,7 @@
 
 #include "model.h"
 
-// What a saved sequence belongs to.
+// The model and the backend that a saved sequence belongs to.
 typedef struct {
     const Model *model; // with its weights in host memory
     Backend *backend;
@@ -22,11 +22,11 @@ typedef struct {
 bool llamac_write_state(const char *path, const StateOwner *, const Cache *, const int *tokens,
                         int n, Error *);
 
-// Reads the bytes of a file, to be freed. llamac_check_state refuses files of other programs, of
-// which this reads the first bytes alone.
+// Reads the bytes of a file, to be freed. Reads only the first bytes of a file of another program,
+// which llamac_check_state then refuses.
 uint8_t *llamac_read_state(const char *path, size_t *size, Error *);
 
-// Checks the bytes of a file, which are aligned to 4, and allocates nothing.
+// Checks the bytes of a file, which must be aligned to 4 bytes. Allocates nothing.
 bool llamac_check_state(const uint8_t *bytes, size_t size, const StateOwner *, SavedState *,
                         Error *);
 

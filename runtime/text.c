@@ -8,7 +8,7 @@ typedef struct {
 
 struct llamac_text {
     const llamac_model *model;
-    int previous; // token before the next one, on which its bytes depend: llamac_decode; -1: none
+    int previous; // the latest token, on which the next one's bytes depend (llamac_decode), or -1
     int flags;
     StopString *stops; // (n_stops,)
     int n_stops;
@@ -61,9 +61,9 @@ llamac_text *llamac_text_new(const llamac_model *model, int previous, const char
     return t;
 }
 
-// Appends a byte to the held bytes. If they now end with a stop string, removes it from them (the
-// longest of those with which they end) and returns true. Since it works byte by byte, it does not
-// matter how a text is divided into tokens.
+// Appends a byte to the held bytes. If they now end with a stop string, removes it (the longest one
+// if there are several) and returns true. Working byte by byte makes the result independent of how
+// the text is divided into tokens.
 static bool add_byte(llamac_text *t, char byte) {
     size_t longest = 0;
     append(&t->held, &byte, 1);
@@ -136,7 +136,7 @@ static bool add_token(llamac_text *t, int token) {
     return stopped;
 }
 
-// Begins a call, which discards the bytes that the call before it has released.
+// Begins a call. Discards the bytes that the previous call has released.
 static bool begin_call(llamac_text *t, const char **out, size_t *n, Error *e) {
     if (e) e->text[0] = 0;
     CHECK(out && n, "the place for the bytes is NULL");
@@ -150,7 +150,7 @@ static bool begin_call(llamac_text *t, const char **out, size_t *n, Error *e) {
 // Ends a call: releases bytes, all of them if `last`.
 static bool end_call(llamac_text *t, bool last, const char **out, size_t *n, Error *e) {
     release(t, last);
-    t->ended = last; // after an error, too
+    t->ended = last; // even after an error
     CHECK(!t->held.failed && !t->out.failed, no_memory);
     if (t->out.n) *out = t->out.s, *n = t->out.n;
     return true;

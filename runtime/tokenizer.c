@@ -20,7 +20,7 @@ static uint32_t hash(const char *s, int n) { // FNV-1a
 }
 
 // Returns the slot of the table that holds the piece with this text, or the empty slot where it
-// belongs. Returns NULL after MAX_PROBES: a malicious vocabulary may have many pieces of one hash.
+// belongs. Returns NULL after MAX_PROBES: in a malicious vocabulary, many pieces may have one hash.
 static int *slot_of(const Tokenizer *t, const char *s, int n) {
     uint32_t i = hash(s, n);
     for (int probes = 0; probes < MAX_PROBES; probes++, i++) {
@@ -80,8 +80,8 @@ static bool check_bytes(const Tokenizer *t, Error *e) {
     return true;
 }
 
-// Turns bos, eos and eot into control tokens if the file calls them user-defined, so that a text
-// never becomes one of them.
+// Turns bos, eos and eot into control tokens if the file lists them as user-defined, so that no
+// text is encoded as one of them.
 static void claim_ends(Tokenizer *t) {
     const int ends[] = {t->bos, t->eos, t->eot};
     for (int i = 0; i < 3; i++)
@@ -284,7 +284,7 @@ int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
 
 // Normalizes a text like sentencepiece: bytes that are not UTF-8 become U+FFFD, spaces and U+2581
 // become t->space, `prefix` puts one before the text, and extra spaces are removed if the
-// vocabulary wants it. In a user-defined piece, U+2581 stays as it is.
+// vocabulary requires it. In a user-defined piece, U+2581 stays unchanged.
 static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) {
     Text out = {0};
     size_t space = strlen(t->space);

@@ -25,21 +25,21 @@ from tokenizer import SPACE
 
 GRAM = 13             # min tokens of an n-gram
 GRAM_BYTES = 64       # min bytes of text that an n-gram covers on average
-PASSAGE = 256         # tokens of a passage of validation text
+PASSAGE = 256         # max tokens of a passage of validation text
 COPIED = 0.8          # passages with a larger share of n-grams in the training text are copies
 MAX_COPIED = 0.1      # max share of copied passages; measured: up to 0.06 (doc/lab/instruments.md)
 VAL_TOKENS, TRAIN_TOKENS = 1 << 17, 1 << 23  # max tokens read of each split
 CHUNK = 1 << 18       # training tokens hashed at a time
 BUCKETS = 1 << 22     # size of the table that rejects most n-grams before the binary search
-HEAD_BYTES = 1 << 20  # bytes read of the beginning of a source
+HEAD_BYTES = 1 << 20  # bytes read from the beginning of a source
 
 
 class Bug(Exception):
-    """Certainly wrong: ends the run."""
+    """A certain error: ends the run."""
 
 
 class Suspicion(Exception):
-    """Probably wrong: a warning."""
+    """A probable error: prints a warning."""
 
 
 class Skip(Exception):
@@ -80,8 +80,8 @@ def windows(ctx):
 
 
 def text(ctx):
-    """Find altered or augmented inputs: they must be the text on disk, token by token."""
-    if ctx.dataset.masks:  # rows of conversations lie nowhere in one piece
+    """Find altered or augmented inputs: they must equal the text on disk, token by token."""
+    if ctx.dataset.masks:  # rows of conversations are not contiguous on disk
         raise Skip
     x, _, stored = windows(ctx)
     same = x == stored[:, :-1]
@@ -107,7 +107,7 @@ def targets(ctx):
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
         end, middle = min(t + 6, x.shape[1]), y[row, 4:-4]
-        # Compare all but the ends of the row with the stored tokens at other distances than 1.
+        # Compare all but the ends of the row with the stored tokens at other shifts than 1.
         shifts = [shift for shift in (-1, 0, 2, 3)
                   if torch.equal(middle, stored[row, 4 + shift:][:len(middle)])]
         known = ""
@@ -259,7 +259,7 @@ def changed_bytes(a, b):
 def leak(ctx):
     """Find validation text in the training text: passages that share nearly all their n-grams."""
     copied, total, read = copied_passages(ctx.dataset)
-    # Copies are found only in the share `read` of the training text: lower the limit likewise.
+    # Only the share `read` of the training text was searched: lower the limit in proportion.
     if total and copied > max(1, MAX_COPIED * total * read):
         part = "" if read == 1 else f" ({read:.0%} of that text was read)"
         raise Suspicion(f"{copied} of {total} passages of validation text are in the training "
@@ -269,8 +269,8 @@ def leak(ctx):
 
 def copied_passages(dataset):
     """
-    Return the number of passages of validation text that the training text has, the number of all
-    passages, and the share of the training text that was read.
+    Return the number of passages of validation text that are also in the training text, the total
+    number of passages, and the share of the training text that was read.
     """
     bos_id, meta = dataset.tokenizer.bos_id, dataset.meta
     n = max(GRAM, math.ceil(GRAM_BYTES * meta["val_tokens"] / max(1, meta["val_bytes"])))
@@ -314,7 +314,7 @@ def has_bos(tokens, bos_id, n):
     return count[n:] > count[:-n]
 
 
-BASE = 0x9E3779B97F4A7C15  # odd numbers have an inverse modulo 2^64
+BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from engine.training.distributed import say
 
 def dry_run(config, main):
     """
-    Run train.py's main(config, steps) in three sessions and check what they leave. Exits with a
-    message if something does not work; returns the exit code 0.
+    Run train.py's main(config, steps) in three sessions and check their results. Exit with a
+    message if something does not work; otherwise return the exit code 0.
     """
     seconds = {}
 
@@ -33,7 +33,7 @@ def dry_run(config, main):
 
     first = session("two steps", config, 2)
     config = config.changed(out_dir=first.config.out_dir)
-    if config.init_from == "scratch":  # which would begin anew, instead of resuming
+    if config.init_from == "scratch":  # it would start a new run instead of resuming
         config = config.changed(init_from="auto")
     saved = tensors_of(first)
     restored = tensors_of(session("resumed", config, 0))
@@ -49,7 +49,7 @@ def dry_run(config, main):
 
 
 def tensors_of(t):
-    """Return copies of a Training's tensors that a checkpoint holds, {kind and name: tensor}."""
+    """Return {kind and name: copy} of the tensors of a Training that a checkpoint holds."""
     tensors = {f"weight {name}": p for name, p in t.model.named_parameters()}
     tensors |= {f"optimizer's state {name}": tensor for name, tensor in t.opt.state_dict().items()}
     return {name: copied(tensor) for name, tensor in tensors.items()}
@@ -63,7 +63,7 @@ def copied(tensor):
 
 def try_files(config, exports, seconds):
     """
-    Exit with a message if a file of the run is missing or unusable. Adds the time of ./run to
+    Exit with a message if a file of the run is missing or unusable. Add the time of ./run to
     seconds.
     """
     tracked = config.wandb_log and os.environ["WANDB_MODE"] != "disabled"

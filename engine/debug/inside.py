@@ -62,7 +62,7 @@ def neighbours(model, ids):
 
 
 def max_tokens(args):
-    """Return the max length in tokens of a described text: it keeps the JSON small."""
+    """Return the max length in tokens of a described text; the limit keeps the JSON small."""
     by_attention = int((MAX_NUMBERS / (args.n_layers * args.n_heads)) ** 0.5)
     return min(args.max_seq_len, by_attention, MAX_NUMBERS // (args.n_layers * args.dim))
 

@@ -1,6 +1,6 @@
 """
-Metrics of a training beside its loss: norms of gradients, weights and updates, the gradient noise
-scale, predictions and samples, the speed; and how a row of them is shown.
+Metrics of a training besides its loss: norms of gradients, weights and updates, the gradient noise
+scale, predictions and samples, the speed. Also the display of a row of metrics.
 """
 import collections
 import contextlib
@@ -35,7 +35,7 @@ def histogram(values, bins=32):
 
 # ---- norms ------------------------------------------------------------------------------------
 
-# Kind of norm -> the word in log_extras that asks for histograms of its tensors, which is also the
+# {kind of norm: word in log_extras that enables histograms of its tensors}. The word is also the
 # prefix of their names in the log.
 HISTOGRAMS = {"grad": "gradients", "weight": "parameters"}
 
@@ -51,7 +51,7 @@ class UpdateNorms:
     Measure an optimizer step if `wanted` is set: for each layer the norm of the gradient as the
     optimizer receives it (clipped), the norm of the weights after the update, and the norm of the
     update divided by that of the weights. log_extras: the setting of train.py, in which "gradients"
-    and "parameters" ask for histograms.
+    and "parameters" enable histograms.
 
         optimizer.step(update_norms)
 
@@ -168,7 +168,7 @@ def probe(model, batches, tokenizer, amp, examples=6):
         metrics = {"logits/histogram": histogram(logits)} | stats.read()
         log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
         p = log_p.exp()
-        targets = y[:, ::every]  # (B, N); -1: none
+        targets = y[:, ::every]  # (B, N); -1: no target
         p_target = p.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets >= 0, 0)
         top_p, top = p.topk(3)
         for n in range(examples):
@@ -226,7 +226,7 @@ def write_samples(model, tokenizer, device, prompts, seed):
     try:
         texts = model.generate(ids, SAMPLE_TOKENS, temperatures, 0.95, stop, generators)
         texts = [tokenizer.decode(text[len(prompt):]) for text, prompt in zip(texts, ids)]
-    except RuntimeError as e:  # of torch.multinomial, if probabilities are NaN
+    except RuntimeError as e:  # from torch.multinomial, if probabilities are NaN
         if hardware.is_out_of_memory(e):
             raise
         texts = ["(no text: the model's probabilities are not finite)"] * len(rows)
@@ -254,7 +254,7 @@ class Stopwatch:
 
     @spanned("logging")
     def read(self, record):
-        """Return the speed metrics, and restart at zero. record["peak_flops"] may be corrected."""
+        """Return the speed metrics, and restart at zero. It may correct record["peak_flops"]."""
         seconds = time.perf_counter() - self.start
         speed = self.steps * record["tokens_per_iter"] / seconds
         # Steps of a shorter context than the model's have less attention to compute.
@@ -283,8 +283,8 @@ def check_peak(record, reached, device):
     if reached <= record["peak_flops"]:
         return
     if record["mfu_basis"].endswith(REMEASURED):
-        # A third measurement would not pay: on a CPU without bfloat16 units, one matrix product of
-        # the measurement takes longer than many training steps.
+        # A third measurement is not worth its time: on a CPU without bfloat16 units, one of its
+        # matrix products takes longer than many training steps.
         record["peak_flops"] = reached
         return
     dtype = hardware.TORCH_DTYPES[record["compute_dtype"]]
@@ -307,7 +307,7 @@ SHOWN = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": 
 def mean_loss(state):
     """
     Return the mean training loss of the steps since the last call, NaN if all were skipped, and
-    start again.
+    reset the sums.
     """
     total, steps = float(state["loss_sum"]), state["loss_steps"]
     state["loss_sum"], state["loss_steps"] = 0.0, 0

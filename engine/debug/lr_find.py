@@ -1,7 +1,7 @@
 """
 --lr_find=True: suggest a learning rate. A ramp of the rate finds the region, and short trainings
-find the rate in it. A ramp alone misleads on transformers: a step at a rate does not show what a
-training at that rate would do.
+find the rate in it. A ramp alone is misleading for transformers: a single step at a rate does not
+show how a training at that rate would go.
 """
 import math
 
@@ -15,13 +15,13 @@ from optim import learning_rate_at
 
 LOW, HIGH = 1e-5, 0.9    # learning rates at the ends of the ramp
 RAMP = 100               # steps of the ramp
-KNEE = 0.9               # share of the ramp's fall in loss reached at the third rate of the sweep
+KNEE = 0.9               # share of the ramp's loss decrease reached at the third rate of the sweep
 SWEEP = 100              # steps of each training of the sweep
 FACTOR = 2.5             # ratio of neighbouring rates of the sweep
 MAX_ADDED = 3            # max rates added to the sweep while the best is its first or last
 BELOW, ABOVE = 4.0, 2.0  # suggested range: best / BELOW to best * ABOVE; BELOW is larger, since
                          # long trainings need lower rates than these short ones
-MAX_RISE = 1.5           # nats above its minimum at which the loss has diverged; doubling it, too
+MAX_RISE = 1.5           # diverged: this many nats above the minimum, or twice the minimum
 
 
 def lr_find(t, train_step):
@@ -84,7 +84,7 @@ def diverged(ramp):
 
 
 def knee(ramp):
-    """Return the first rate at which the smoothed loss has fallen by KNEE of its largest fall."""
+    """Return the first rate at which the smoothed loss has made KNEE of its total decrease."""
     smooth = [loss for *_, loss in ramp if math.isfinite(loss)]
     enough = smooth[0] - KNEE * (smooth[0] - min(smooth))
     return next(rate for rate, _, loss in ramp if loss <= enough)
@@ -97,7 +97,7 @@ def rounded(rate):
 def beyond(sweep):
     """
     Return the rate to add to a sweep, [(rate, loss)], if its best rate is the first or the last,
-    which may hide a better one beyond; else None.
+    because a better one may lie beyond it; otherwise None.
     """
     best, _ = min(sweep, key=lambda pair: pair[1])
     if best == sweep[0][0]:
@@ -109,8 +109,8 @@ def beyond(sweep):
 
 def short_training(take, config, rate):
     """
-    Train for SWEEP steps, with warm-up and decay. Return the mean loss of the last tenth, inf if a
-    loss is not finite.
+    Train for SWEEP steps, with warm-up and decay. Return the mean loss of the last tenth of the
+    steps, or inf if a loss is not finite.
     """
     schedule = config.changed(learning_rate=rate, warmup_iters=SWEEP // 10)
     losses = []
@@ -160,7 +160,7 @@ def report_rates(config, ramp, sweep):
 
 
 def draw(ramp, sweep, low, high, path):
-    """Draw the ramp and the sweep. Return whether that was possible: False without matplotlib."""
+    """Draw the ramp and the sweep. Return False if matplotlib is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError:

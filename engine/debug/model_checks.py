@@ -67,7 +67,7 @@ def future(ctx):
 
 
 def documents(ctx):
-    """Find attention that reaches into the document before, although document_mask is set."""
+    """Find attention that reaches into the previous document, although document_mask is set."""
     config, separator = ctx.config, ctx.dataset.separator
     too_small = config.max_seq_len < 8 or ctx.args.vocab_size < 3
     if not config.document_mask or separator is None or separator < 0 or too_small:
@@ -88,8 +88,8 @@ def documents(ctx):
 
 def norms(ctx):
     """
-    Find a missing normalization: compare the root mean square of what each matrix reads with that
-    of the normalized residual stream.
+    Find a missing normalization: compare the root mean square of each matrix's input with that of
+    the normalized residual stream.
     """
     if not ctx.fresh:
         raise Skip
@@ -190,8 +190,8 @@ def plain_attention(module, x, args, halves=False):
 def loss(ctx):
     """
     Find a loss that is not the mean cross entropy of the logits, and a wrong initialization: fresh
-    weights must give all tokens except the input token about the same logit. Tied weights raise
-    the logit of the input token, the more so the wider the model.
+    weights must compute about the same logit for all tokens except the input token. Tied weights
+    raise the logit of the input token, the more so the wider the model.
     """
     V, model = ctx.args.vocab_size, ctx.model
     model.eval()
@@ -246,10 +246,10 @@ def set_deterministic_mode(ctx):
 
 def gradients(ctx):
     """
-    Find frozen layers, detached gradients and parameters without an optimizer: each parameter, of a
-    LoRA each trained one, must get a finite gradient other than zero. Random tokens replace the
-    batch: if all its tokens were equal, all values would be too, and the queries and keys would
-    have the gradient zero.
+    Find frozen layers, detached gradients and parameters without an optimizer: each parameter, or
+    with LoRA each trained parameter, must get a finite gradient other than zero. The check uses
+    random tokens instead of the batch: if all tokens were equal, all values would be equal too, and
+    the gradients of the queries and keys would be zero.
     """
     set_deterministic_mode(ctx)
     x, y = random_tokens(ctx)
@@ -278,7 +278,7 @@ def gradients(ctx):
             raise Bug(f"the gradient of {name} is {size}; look at divisions and logarithms "
                       f"after it")
         makes_scores = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
-        # The softmax of a single score is 1 whatever the score.
+        # The softmax of a single score is always 1.
         if not size and not (makes_scores and x.shape[1] < 2):
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
@@ -292,7 +292,7 @@ def gradients(ctx):
 
 @torch.no_grad()
 def fill_adapters(parameters):
-    """Fill the B of adapters, which start as zeros: with them, the gradient of A is zero."""
+    """Fill the B of adapters with random numbers: while B is zero, the gradient of A is zero."""
     generator = torch.Generator().manual_seed(0)
     for name, p in parameters.items():
         if name.endswith("lora_B"):
@@ -305,7 +305,7 @@ def random_tokens(ctx):
     shape = 2, max(2, TOKENS // T), T
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ctx.args.vocab_size, shape, generator=generator)
-    tokens[0, 0, 0] = ctx.args.vocab_size - 1  # of a LoRA, the last rows may be trained
+    tokens[0, 0, 0] = ctx.args.vocab_size - 1  # the embeddings that LoRA may train are the last
     return distributed.to_device(ctx.device, *tokens)
 
 
@@ -328,14 +328,14 @@ class GradientRecorder:
 
 def accumulation(ctx):
     """
-    Find a wrong divisor: the micro-batches of train_step must give the gradient that one forward
-    pass of the whole batch gives.
+    Find a wrong divisor: the gradient that train_step accumulates over micro-batches must equal
+    that of one forward pass of the whole batch.
     """
     set_deterministic_mode(ctx)
     x, y = ctx.small
     targets = (y >= 0).sum().item()
     total = distributed.total(targets)
-    if not total:  # of conversations that are cut short, no answer may be left
+    if not total:  # conversations that are cut short may have no answer left
         raise Skip
     recorder = GradientRecorder(ctx.model, copy.deepcopy(ctx.scale))
     _, norm, _ = ctx.step(0, ctx.model, recorder, (x, y))
@@ -414,8 +414,8 @@ def restored(model):
 
 def saved(ctx):
     """Find an incomplete checkpoint: a model loaded from it must compute the same logits."""
-    # The first checkpoint and export of a LoRA hold only what it starts from, and a second copy of
-    # that may not fit into memory.
+    # The first checkpoint and export of a LoRA hold only the weights it starts from, and a second
+    # copy of those may not fit into memory.
     if ctx.sharded or ctx.model.lora:
         raise Skip
     tokens = ctx.document(min(ctx.config.max_seq_len, 32))

@@ -19,8 +19,8 @@ WARMUP_STEPS = 10
 
 def overfit(t, train_step):
     """
-    Repeat step 0 with the same windows and random numbers, at a rate that is constant after a
-    warm-up. Return the exit code, 0 for PASS and 1 for FAIL.
+    Repeat step 0 with the same windows and random numbers, at a learning rate that is constant
+    after a warm-up. Return the exit code, 0 for PASS and 1 for FAIL.
     """
     take, model, rate = trial_steps(t, train_step), t.model, t.config.learning_rate
     x, y = global_batch(t.dataset)
@@ -49,7 +49,7 @@ def overfit(t, train_step):
     note = f"; {listed(unchanged)} never changed" if unchanged else ""
     if model.lora:
         note += "; of a LoRA, tokens that the frozen model has never seen can't be learned"
-    # The mean of p is at least exp(mean of ln p): less means a loss of other targets than y.
+    # The mean of p is at least exp(mean of ln p). If it is less, the loss has other targets than y.
     if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
         say(f"PASS: {result}{note}")
         return 0
@@ -59,8 +59,9 @@ def overfit(t, train_step):
 
 def advice(losses, lowest, goal, changes):
     """
-    Return what to look at. losses: of each step; lowest: {context: memorized_loss} for the contexts
-    0, 1 and None; changes: whether the batch of a step changes when it is read again.
+    Return advice on where to look for the bug. losses: of each step; lowest: {context:
+    memorized_loss} for the contexts 0, 1 and None; changes: whether the batch of a step changes
+    when it is read again.
     """
     end, start = losses[-1], losses[0]
     if not math.isfinite(end):

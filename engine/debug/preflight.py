@@ -39,7 +39,7 @@ CHECKS = {check.__name__: check for check in (
 # --checks accepts these names too, but run_checks does not run them: "files" runs while the data
 # are prepared, "export" once the model is made.
 EARLIER = ("files", "export")
-# The master alone runs the checks that read or write files; the other processes wait for it.
+# Only the master runs the checks that read or write files; the other processes wait for it.
 ON_MASTER = {"vocabulary", "saved", "run", "leak"}
 COSTLY = {"rate", "saved", "run", "leak"}
 
@@ -47,15 +47,15 @@ COSTLY = {"rate", "saved", "run", "leak"}
 @dataclass
 class CheckContext:
     """
-    What a check works with, just before the first step.
+    The inputs of a check, just before the first step.
 
     t: the Training; most of its fields are repeated as attributes here. fresh: whether the weights
     are random. train_step, make_optimizer, export_model: the functions of train.py.
     x, y and small are parts of the first batch, of about TOKENS tokens each. x, y: its first few
     sequences, uncut unless they exceed TOKENS, on the device. small: (x, y) of all its sequences,
-    each cut short, on the CPU. scale: a LossScale for checks that run backward, not that of the
-    training; its factor is 1 unless compute_dtype is float16. A check that takes steps copies it,
-    as a step updates it.
+    each cut short, on the CPU. scale: a LossScale for checks that run backward, separate from that
+    of the training; its factor is 1 unless compute_dtype is float16. A check that takes steps
+    copies it, because a step updates it.
     """
     t: Training
     fresh: bool
@@ -81,7 +81,7 @@ class CheckContext:
         """
         Take training step number `step` of train.py with this model and optimizer on a batch
         (x, y), `small` by default. No step is skipped, not even one whose loss is not finite.
-        The targets are those of the text, also of a training with teachers.
+        The targets are those of the text, even if the training has teachers.
         `untouched` does not undo what opt does: the caller restores the weights, or passes an opt
         that changes none. Return what train_step returns.
         """
@@ -162,8 +162,8 @@ def untouched(model, device):
 def outcome(check, ctx):
     """
     Run a check and return (Bug, Suspicion, Skip or None, its message). Any other exception is a
-    Suspicion: the check may not fit a model whose modules the user has changed. Products have
-    float32 factors under --dtype=bf32, too, since the checks expect less rounding than it makes.
+    Suspicion: the check may not fit a model whose modules the user has changed. Matrix products use
+    float32 factors even under --dtype=bf32, whose rounding exceeds the tolerances of the checks.
     """
     try:
         with untouched(ctx.model, ctx.device), float32_products():

@@ -21,7 +21,7 @@ from engine.training.mode import artifact
 from optim import SpikeDetector, learning_rate_at
 
 WARMUP_STEPS, STEPS = 4, 5  # steps before the profile, and in it
-MAX_COPY = 1 << 28          # max bytes of a timed copy, which reads and writes twice as many
+MAX_COPY = 1 << 28          # max bytes of a timed copy, which moves twice as many: reads and writes
 
 
 def profile(t, train_step):
@@ -35,8 +35,8 @@ def profile(t, train_step):
     schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=STEPS, repeat=1)
     profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
     spike_detector, update_norms = SpikeDetector(t.config.spike_z), UpdateNorms(t.model)
-    clock = []  # seconds at the begin and at the end of each step
-    if hasattr(t.network, "register_comm_hook"):  # DDP: part its communication from backward()
+    clock = []  # seconds at the start and at the end of each step
+    if hasattr(t.network, "register_comm_hook"):  # DDP: separate its communication from backward()
         t.network.register_comm_hook(None, distributed.average_at_once)
     measure(True)
     with silent_stderr():
@@ -82,7 +82,7 @@ def phase_seconds(events):
 
 def report(t, profiler, clock):
     """
-    Print the tables and write the trace. clock: seconds at the begin and at the end of each step.
+    Print the tables and write the trace. clock: seconds at the start and at the end of each step.
     """
     events, record = profiler.events(), t.record
     steps = [end - begin for begin, end in zip(clock[::2], clock[1::2])]

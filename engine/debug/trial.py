@@ -6,7 +6,8 @@ from optim import SpikeDetector
 def trial_steps(t, train_step):
     """
     Return take(step, rate), which takes training step number `step` at a learning rate and returns
-    the loss as a float. Loss spikes are not skipped: only steps that are not finite are.
+    the loss as a float. Steps with a loss spike are taken; only a step whose loss or gradient norm
+    is not finite is skipped.
     """
     spike_detector, update_norms = SpikeDetector(0), UpdateNorms(t.model)  # 0: no limit
 

@@ -2,5 +2,6 @@
 Model files: names, shapes and types of their tensors, and readers of GGUF, llama2.c, Hugging Face
 and Meta files.
 
-May import engine.ops, engine.files, model.py and tokenizer.py; never text, training or debug.
+May import engine.ops, engine.files, engine.untrusted, engine.advice, configurator.py, model.py and
+tokenizer.py; never text, training or debug.
 """

@@ -1,11 +1,11 @@
 """
-Chat templates: the tokens around the words of a conversation, and which of them are answers.
+Chat templates: encode a conversation with the tokens around its messages, and mark the answers.
 
-A model file keeps its template as a Jinja source. This module does not execute the source: like
-runtime/chat.c, which has the same table and the same rules, it recognizes the source among the
-known templates, and encodes by the table. So training sees the tokens that `run -m chat`, the chat
-page and transformers send. And no text of a user becomes a control token. If the source were
-rendered to one string, a marker in that text could not be told from one of the template.
+A model file stores its template as Jinja source. This module does not execute the source: like
+runtime/chat.c, which has the same table and the same rules, it recognizes which known template the
+source is, and encodes by the table. Training thus sees the same tokens that `run -m chat`, the chat
+page and transformers send, and user text never becomes a control token. If the source were rendered
+to one string, a marker in user text would look the same as a marker of the template.
 
     chat = Chat(CHATML, tokenizer)           # chat.tokenizer has the markers as control tokens
     ids, marks = chat.encode([("user", "Hi"), ("assistant", "Hello!")])
@@ -18,13 +18,13 @@ from tokenizer import CONTROL, USER_DEFINED
 # In the strings of a Template and in an Outline, BOS and EOS stand for the vocabulary's tokens.
 # VARIABLE stands for anything that a Jinja source computes, such as the user's words.
 VARIABLE, BOS, EOS = "\1", "\2", "\3"
-MAX_SOURCE = 1 << 20  # bytes of a Jinja source; a longer one is unknown
+MAX_SOURCE = 1 << 20  # max bytes of a Jinja source; a longer one counts as unknown
 
 # Flags of a token, bits of its mark.
-TARGET = 1  # part of an answer, its end marker included: training predicts it
+TARGET = 1  # training target: part of an answer or the marker that ends it
 FIRST = 2   # first token of a conversation
-TURN = 4    # first token of a user's turn. The tokens before a conversation's first turn, BOS and a
-            # system prompt, belong to no turn
+TURN = 4    # first token of a user's turn. BOS and a system prompt before a conversation's first
+            # turn belong to no turn
 
 # The template for vocabularies without one, such as those that train.py makes.
 CHATML = ("{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
@@ -34,28 +34,28 @@ CHATML = ("{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + messa
 
 @dataclass(frozen=True)
 class Template:
-    """A row of the table in runtime/chat.c: the strings around what user and assistant write."""
+    """A row of the table in runtime/chat.c: the strings around user and assistant messages."""
     name: str
-    # A Jinja source has this template if its Outline contains all `signs`, and none of `others`,
+    # A Jinja source is this template if its Outline contains all `signs` and none of `others`,
     # which are signs of similar templates.
     signs: tuple
     others: tuple = ()
     markers: tuple = ()  # each becomes one token if the vocabulary has it
     stop: str = ""       # the marker that ends an answer; "": EOS ends it
-    # Before the first turn. None: BOS, if the vocabulary adds BOS or the Jinja source names it.
+    # Text before the first turn. None: BOS if the vocabulary adds BOS or the Jinja source names it.
     begin: str | None = None
     open: str = ""       # begins every turn of the user; a system prompt follows it
     system_open: str = ""   # around the system prompt, in the first turn only
     system_close: str = ""
-    user_open: str = ""     # around the words of the user
+    user_open: str = ""     # around a user message
     user_close: str = ""
-    answer_open: str = ""   # around the words of an answer
+    answer_open: str = ""   # around the text of an answer
     answer_end: str = ""
-    answer_close: str = ""  # ends an answer: before the next turn, and at the end
+    answer_close: str = ""  # ends an answer: before the next turn, and after the last answer
     system_always: bool = False   # write system_open and system_close without a system prompt too
-    strip: bool = False           # remove white space around the system prompt and all words
-    strip_answer: bool = False    # remove it around answers only
-    strip_together: bool = False  # strip the system prompt and the user's words as one text
+    strip: bool = False           # strip white space around the system prompt and all messages
+    strip_answer: bool = False    # strip white space around answers only
+    strip_together: bool = False  # strip the system prompt and the user message as one text
     markers_eat_space: bool = False  # a marker that is one token swallows the white space after it
     leading_space: bool = False  # text after BOS or EOS gets the leading space of the vocabulary
 
@@ -137,8 +137,8 @@ NAME = re.compile(r"[A-Za-z0-9_]+")
 
 class Outline:
     """
-    The text that a Jinja source may write, in the order of the source, with BOS and EOS for
-    bos_token and eos_token and one VARIABLE for all other code between two texts.
+    The constant texts of a Jinja source, in the order of the source. BOS and EOS replace bos_token
+    and eos_token; one VARIABLE replaces all other code between two texts.
     """
 
     def __init__(self, source):
@@ -168,9 +168,10 @@ class Outline:
 
     def raw_text(self, after_minus, after_statement):
         """
-        Add the text up to the next tag and return how the tag begins, None at the end. Drop the
-        white space that transformers' Jinja drops: that on the side of a tag that has a minus; the
-        newline after a statement or a comment; the indentation before one that begins its line.
+        Add the text up to the next tag. Return the opener of the tag, such as "{{", or None at the
+        end of the source. Drop the white space that transformers' Jinja drops: all of it on a side
+        of a tag that has a minus; the newline after a statement or comment; and the indentation of
+        a statement or comment that begins its line.
         """
         source = self.source
         if after_statement and not after_minus and source[self.at:self.at + 1] == "\n":
@@ -191,8 +192,8 @@ class Outline:
         return tag and tag[0]
 
     def code(self, closer):
-        """Add what is in a tag up to its closer."""
-        source, depth, before = self.source, 0, ""  # depth: of the braces of dictionaries
+        """Add the content of a tag up to its closer."""
+        source, depth, before = self.source, 0, ""  # depth: nesting of the braces of dictionaries
         is_statement = closer == "%}"
         if is_statement:
             self.variable()
@@ -204,15 +205,15 @@ class Outline:
                 self.name(name)
             else:
                 depth += (c == "{") - (c == "}" and depth > 0)
-                if c not in BLANKS + "+~-":  # texts are joined by + and ~; a - belongs to the tag
+                if c not in BLANKS + "+~-":  # + and ~ join texts; a - belongs to the tag
                     self.variable()
                 self.at += 1
-            before = c  # to know in front of a string whether it is a subscript
+            before = c  # a "[" before a string makes it a subscript
         if is_statement:
             self.variable()
 
     def string(self, is_subscript):
-        """Add the string that begins here. A subscript such as ['role'] is code."""
+        """Add the string that begins here, unless it is a subscript such as ['role']."""
         source, quote, text = self.source, self.source[self.at], []
         self.at += 1
         while self.at < len(source) and source[self.at] != quote:
@@ -237,7 +238,7 @@ class Outline:
 
 
 def find_template(outline):
-    """Return the first Template whose signs an outline has, and none of whose others, or None."""
+    """Return the first Template with all signs and none of the others in an outline, or None."""
     for template in TEMPLATES:
         has_signs = all(sign in outline for sign in template.signs)
         if has_signs and not any(other in outline for other in template.others):
@@ -261,8 +262,8 @@ def default_system(template, outline):
 
 # ---- encoding ------------------------------------------------------------------------------------
 
-# The characters with Unicode's property White_Space, which a marker swallows after itself
-# if the template has markers_eat_space.
+# The characters with Unicode's property White_Space. If the template has markers_eat_space, a
+# marker swallows those that follow it.
 WHITE_SPACE = ("\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
                "\u2009\u200a\u2028\u2029\u202f\u205f\u3000")
 
@@ -270,7 +271,7 @@ WHITE_SPACE = ("\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2
 class Chat:
     """
     Encodes conversations by a chat template. source: its Jinja source; tokenizer: the vocabulary.
-    Raises ValueError for a source that is not known.
+    Raises ValueError for an unknown source.
 
     Attributes: template; source; tokenizer: the vocabulary with markers(tokenizer) as control
     tokens, which are added at its end if it lacks them; stop: the token that ends an answer.
@@ -294,11 +295,12 @@ class Chat:
 
     def markers(self, tokenizer):
         """
-        Return the markers that are to be control tokens.
+        Return the markers to encode as control tokens.
 
         If the vocabulary lacks the marker that ends an answer, the model was never trained with
-        this template and learns it now: all markers. Otherwise those that the vocabulary has: a
-        model like TinyLlama, whose answers end with EOS, was trained with its markers as text.
+        this template and learns it now: return all markers. Otherwise return those that the
+        vocabulary has: a model like TinyLlama, whose answers end with EOS, was trained with its
+        markers as text.
         """
         pieces = {piece for piece, _, kind in tokenizer.pieces() if kind in (CONTROL, USER_DEFINED)}
         template = self.template
@@ -308,9 +310,9 @@ class Chat:
 
     def encode(self, turns):
         """
-        Return (ids, marks), two lists of int of the same length, of a conversation. turns: [(role,
-        text)], at most one system prompt, then user and assistant alternately. If the last turn is
-        the user's, the ids end where the answer begins.
+        Encode a conversation. Return (ids, marks), two lists of int of the same length. turns:
+        [(role, text)], at most one system prompt, then user and assistant alternately. If the last
+        turn is the user's, the ids end where the answer begins.
         """
         ids, marks = [], []
 
@@ -359,9 +361,9 @@ class Chat:
 
     def user_turn(self, turn, is_first, system, text):
         """
-        Add to `turn` what ends the previous answer or begins the conversation, and then the user's
-        turn, up to where the answer begins. Return the index in turn.ids of the token with which
-        the user's turn itself begins.
+        Add to `turn` the markup that ends the previous answer or begins the conversation, and then
+        the user's turn, up to where the answer begins. Return the index in turn.ids of the first
+        token of the user's turn itself.
         """
         template = self.template
         if not is_first:
@@ -395,7 +397,7 @@ class Chat:
         return begin
 
     def add_system(self, turn, system):
-        """Add the system prompt; None: the template's own."""
+        """Add the system prompt. system: its text; None: the template's own."""
         template = self.template
         system = self.system if system is None else system
         if not system and not template.system_always:
@@ -421,9 +423,9 @@ class Chat:
 
 class Turn:
     """
-    The tokens of a turn so far. text: what is not encoded yet; begun: whether the text gets no
-    leading space, since it is not the beginning; after_marker: whether it follows a marker that
-    swallows white space.
+    The tokens of a turn so far. text: pending text, not yet encoded; begun: whether the pending
+    text continues earlier text and so gets no leading space; after_marker: whether it follows a
+    marker that swallows white space.
     """
 
     def __init__(self, chat, begun):
@@ -468,5 +470,5 @@ class Turn:
     def place(self, markup):
         """Return the index that the first token of `markup` will have if it is added next."""
         if markup and self.first_token(markup):
-            self.end_text()  # as adding that token will do first
+            self.end_text()  # adding that token does this first
         return len(self.ids)

@@ -33,9 +33,9 @@ from model import ModelArgs
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 # Metadata keys under the architecture's prefix. check_keys accepts KNOWN_KEYS with any value, since
-# model_args checks those that matter. It accepts FIXED_KEYS, and three that model_args adds, only
-# with the expected value. Any other key may change what the model computes, so a file that has one
-# is refused. runtime/gguf.c has the same keys.
+# model_args checks the values that matter. check_keys accepts FIXED_KEYS, and three keys that
+# model_args adds, only with the expected value. Any other key may change what the model computes,
+# so a file that has one is refused. runtime/gguf.c has the same keys.
 KNOWN_KEYS = set("""
     vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
     attention.head_count_kv attention.key_length attention.sliding_window
@@ -49,7 +49,7 @@ FIXED_KEYS = {
 }
 # Lists in the metadata that are read; the entries of all others are skipped.
 LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")}
-MAX_ENTRIES = 1 << 16  # of tensors, and of metadata keys
+MAX_ENTRIES = 1 << 16  # max number of tensors, and of metadata keys
 
 
 def read_gguf(path):
@@ -69,8 +69,8 @@ def read_gguf(path):
         check_list(r, infos, args)
         alignment = getter(metadata, path)("general.alignment", int, ALIGNMENT)
         r.take(padding_to(r.at, alignment))
-        # If the list does not match, another program derived this file and copied our metadata:
-        # CHECKSUM is not that of its tensors.
+        # If the list does not match, another program derived this file and copied our metadata, so
+        # CHECKSUM is not the checksum of its tensors.
         if list_matches and CHECKSUM in metadata and metadata[CHECKSUM] != r.sha256():
             r.fail("damaged: its tensors are not those exported, their checksum differs")
         halves = metadata["general.architecture"] != "llama"
@@ -136,8 +136,8 @@ def model_args(r, metadata, names):
         "embedding_length", "attention.head_count", "context_length"))
     default_width = dim // n_heads
     head_width = get("attention.key_length", int, max(1, default_width))
-    # ModelArgs derives the width dim / n_heads only without a remainder. Hence the product: with
-    # dim 33 and 2 heads, a stored width of 16 is not implied, although it is 33 // 2.
+    # ModelArgs derives the head width dim / n_heads only if there is no remainder, so compare the
+    # product: with dim 33 and 2 heads, a stored width of 16 is not implied, although it is 33 // 2.
     is_implied = f"{kind}.attention.key_length" not in metadata or head_width * n_heads == dim
     args = checked(ModelArgs(
         dim=dim,
@@ -174,8 +174,8 @@ def model_args(r, metadata, names):
 
 def check_keys(r, metadata, kind, expected):
     """
-    Exit with a message if a key under the prefix of the architecture `kind` is unknown, or a key
-    has another value than in `expected`: the model may compute something else.
+    Exit with a message if a key under the prefix of the architecture `kind` is unknown, or if a
+    value differs from the one in `expected`: the model may compute something else.
     """
     expected = {f"{kind}.{key}": value for key, value in expected.items()}
     expected["general.quantization_version"] = 2
@@ -189,7 +189,7 @@ def check_keys(r, metadata, kind, expected):
 
 def rope_settings(r, scaling, factor, get, args):
     """
-    Return {setting of ModelArgs: value} for rotary positions that are scaled by `factor`. scaling:
+    Return {setting of ModelArgs: value} for rotary embeddings that are scaled by `factor`. scaling:
     "none", "linear" or "yarn"; get: function that returns the value of a metadata key.
     """
     if scaling not in ("none", "linear", "yarn"):
@@ -215,8 +215,8 @@ def check_list(r, infos, args):
 
 def find_type(r, name, number):
     """
-    Return the Type with a number in ggml. Types that export.py does not write are decoded by the
-    gguf package. r, name: file and tensor, for messages.
+    Return the Type for ggml's type number. The gguf package decodes types that export.py does not
+    write. r, name: file and tensor, for messages.
     """
     known = next((kind for kind in TYPES.values() if kind.number == number), None)
     if known:
@@ -244,7 +244,7 @@ def tensor_readers(r, infos, args, alignment, halves):
     Return {name in model.py: function that reads the tensor} for the listed tensors, whose data
     begins at the Reader's position, and {name: function that reads the blocks} for those in Q8_0.
     Exit with a message if the offsets are not those of adjacent, aligned tensors. halves: whether
-    the rows of each head are in Hugging Face's order, and have to be brought into model.py's (see
+    the rows of each head are in Hugging Face's order and must be reordered to model.py's (see
     halves_to_interleaved).
     """
     start, readers, q8_0 = r.at, {}, {}

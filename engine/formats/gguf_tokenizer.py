@@ -1,6 +1,6 @@
 """
-Make a Tokenizer of the vocabulary in a GGUF file. A vocabulary is a list of pieces, (bytes, score,
-type), with the types of sentencepiece; sentencepiece calls tokens pieces.
+Make a Tokenizer from the vocabulary in a GGUF file. A vocabulary is a list of pieces, (bytes,
+score, type), with sentencepiece's types. Piece is sentencepiece's word for a token.
 """
 import math
 
@@ -47,7 +47,7 @@ def byte_level_tokenizer(get, end_of_turn, where):
     returns the value of tokenizer.ggml.NAME.
     """
     eos, pre = get("eos_token_id"), get("pre")
-    bos = get("bos_token_id", eos)  # some files, as of Qwen, name no BOS: EOS separates texts
+    bos = get("bos_token_id", eos)  # some files, such as Qwen's, lack BOS: EOS separates texts
     if pre not in PRE_TOKENIZERS:
         fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
     pieces = []
@@ -97,8 +97,8 @@ def with_control(pieces, ids):
 
 def tokenizer_of_pieces(pieces, ids, add_dummy_prefix, remove_extra_whitespaces, where):
     """
-    Return the Tokenizer with these pieces: Bytes if they are its pieces, else a SentencePiece, for
-    which the sentencepiece model is built again. ids: those of <unk>, BOS and EOS.
+    Return the Tokenizer with these pieces: Bytes if its pieces are the same, otherwise a
+    SentencePiece with a rebuilt sentencepiece model. ids: the ids of <unk>, BOS and EOS.
     """
     control = [piece.decode() for piece, *_ in pieces[Bytes().vocab_size:]]
     if pieces == Bytes(control).pieces():
@@ -121,8 +121,8 @@ def tokenizer_of_pieces(pieces, ids, add_dummy_prefix, remove_extra_whitespaces,
 
 def chat_ids(metadata, vocab_size):
     """
-    Return {GGUF's key: id} of the tokens that end an answer besides EOS, and of padding. Values
-    that are not ids of this vocabulary are left out.
+    Return {GGUF's key: id} of the padding token and of the tokens besides EOS that end an answer.
+    Values that are not ids of this vocabulary are left out.
     """
     found = {key: metadata.get(key) for key in (END_OF_TURN, END_OF_MESSAGE, PADDING)}
     return {key: i for key, i in found.items() if type(i) is int and 0 <= i < vocab_size}

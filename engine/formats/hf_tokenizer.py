@@ -1,6 +1,6 @@
 """
 Read the tokenizer of a Hugging Face folder: tokenizer.json or tokenizer.model, added tokens,
-special tokens and chat template. Where its files disagree, transformers' choice counts.
+special tokens and chat template. If the files of the folder disagree, follow transformers.
 """
 import json
 
@@ -35,18 +35,18 @@ from tokenizer import (
 )
 
 MADE_BY = {"made_by": "llamac"}  # metadata in the header of the weights that export.py writes
-# Texts that a tokenizer.model and a tokenizer.json of the same model encode alike
+# Texts that the tokenizer.model and the tokenizer.json of one model encode to the same tokens
 PROBES = "a", "a  b ", "Once upon a time, in 1234.", "\n\ta", "na\u00efve \ufb01 \u65e5"
 
 
 def load_json(path):
-    """Return the object in a .json file; exit with a message if it holds none."""
+    """Return the object in a .json file. Exit with a message if the file is not a JSON object."""
     with reading(path, "JSON", fail):
         return read_json(path, MAX_JSON)
 
 
 def read_json_of(folder, name):
-    """Return the object in NAME.json of a folder, {} if there is no such file."""
+    """Return the object in NAME.json of a folder, or {} if there is no such file."""
     path = folder / f"{name}.json"
     return load_json(path) if path.exists() else {}
 
@@ -73,8 +73,8 @@ def is_folder_of_ours(folder):
 
 def is_vocabulary_of_ours(folder):
     """
-    Return whether export.py wrote the tokenizer.model of a folder: it has the pieces of the
-    tokenizer.json, beside weights that export.py wrote.
+    Return whether export.py wrote the tokenizer.model of a folder: its pieces are those of the
+    tokenizer.json, and export.py wrote the weights beside it.
     """
     path = folder / "tokenizer.model"
     if not path.is_file() or not is_folder_of_ours(folder):
@@ -99,7 +99,7 @@ def read_hf_tokenizer(folder, rows=0):
     rows of the model's embedding; 0: unknown, use the number of tokens.
 
     transformers reads the tokenizer.json if there is one. We read sentencepiece vocabularies only
-    from a tokenizer.model, so we read the one beside it and exit if the two differ.
+    from a tokenizer.model, so we read the tokenizer.model beside it and exit if the two differ.
     """
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
     if not model.exists():
@@ -159,7 +159,7 @@ def has_merges_of(vocabulary, merges):
     """Return whether merges are in the order of the scores of a SentencePiece."""
     scores = {piece.decode(): score for piece, score, kind in vocabulary.pieces() if kind == NORMAL}
     wholes = ("".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges)
-    # Runs of spaces do not count: Llama 2 merges them last, whatever their scores.
+    # Ignore runs of spaces: Llama 2 merges them last, regardless of their scores.
     ranks = [scores[whole] for whole in wholes if whole in scores and whole.strip(SPACE)]
     return ranks == sorted(ranks, reverse=True)
 
@@ -191,8 +191,8 @@ def apply_config(vocabulary, folder):
 
 def name_special(proto, which, name):
     """
-    Make the piece of that name BOS or EOS (which: "bos" or "eos") of a ModelProto. sentencepiece
-    requires a control piece for that.
+    Make the piece called `name` the BOS or EOS of a ModelProto (which: "bos" or "eos"), and a
+    control piece, as sentencepiece requires.
     """
     if getattr(proto.trainer_spec, f"{which}_piece") == name:
         return
@@ -207,7 +207,7 @@ def name_special(proto, which, name):
 def add_tokens(vocabulary, folder, rows):
     """
     Return a SentencePiece with the tokens that a folder adds to it, and unused tokens for the other
-    ids below `rows`. rows: number of rows of the embedding; 0: only as many as the tokens need.
+    ids below `rows`. rows: number of rows of the embedding; 0: as many as the tokens need.
     """
     added, size = added_tokens(folder), vocabulary.vocab_size
     with reading(folder / "tokenizer_config.json", "an object of added tokens", fail):
@@ -248,8 +248,9 @@ def added_tokens(folder):
 
 def chat_template(folder):
     """
-    Return {GGUF's key: template}, or {} if the folder has no template. chat_template.jinja wins
-    over tokenizer_config.json, whose template may be a list of named ones; "default" is then taken.
+    Return {GGUF's key: template}, or {} if the folder has no template. chat_template.jinja takes
+    precedence over tokenizer_config.json, whose template may be a list of named templates; use the
+    one called "default" then.
     """
     found = read_json_of(folder, "tokenizer_config").get("chat_template")
     path = folder / "chat_template.jinja"

@@ -42,7 +42,7 @@ ARCHITECTURES = {
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False,
          "partial_rotary_factor": 1, "quantization_config": None, "auto_map": None,
          "num_experts": None, "num_local_experts": None}
-# Keys that rope_parameters (or rope_scaling) may have, by rope_type; and keys of all types.
+# Keys that rope_parameters (or rope_scaling) may have, by rope_type, and keys that all types share
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -99,7 +99,7 @@ def hf_args(path):
             tied=get("tie_word_embeddings", bool, False),
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3"), path)
-        # In a Mistral's config.json null means no window, and a missing key means 4096 tokens.
+        # In the config.json of a Mistral, null means no window, and a missing key 4096 tokens.
         window = stored.get("sliding_window", 4096 if kind == "mistral" else None)
         refuse_window(window, config, kind, args, path)
         vars(args).update(hf_rope(config, args, path))
@@ -128,8 +128,8 @@ def refuse_window(window, config, kind, args, path):
 
 def hf_rope(config, args, path):
     """
-    Return {setting of ModelArgs: value} for the rotary positions that a config.json describes.
-    args: those read so far, for head_dim and max_seq_len.
+    Return {setting of ModelArgs: value} for the rotary embeddings that a config.json describes.
+    args: the ModelArgs read so far, for head_dim and max_seq_len.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = getter({"rope_scaling": found}, path)("rope_scaling", dict)
@@ -140,10 +140,10 @@ def hf_rope(config, args, path):
     defaults = {"rope_theta": config.get("rope_theta", 10000.0),
                 "original_max_position_embeddings": args.max_seq_len}
     found = defaults | {key: value for key, value in found.items() if value is not None}
-    if "original_max_position_embeddings" in config:  # transformers prefers it to the inner one
+    if "original_max_position_embeddings" in config:  # transformers prefers the outer value
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     for key in found.keys() - COMMON_ROPE_KEYS - {*ROPE_KEYS[kind]}:
-        if (key, found[key]) != ("partial_rotary_factor", 1):  # all of a head is rotated
+        if (key, found[key]) != ("partial_rotary_factor", 1):  # 1: the whole head is rotated
             fail(f"{path}: {printable(key)} is not supported in the {kind} scaling of rotary "
                  "positions")
     get = getter(found, path)
@@ -169,7 +169,7 @@ def hf_rope(config, args, path):
         settings["rope_attention"] = get("attention_factor", float, default)
     elif kind == "longrope":
         short, long = found["short_factor"], found["long_factor"]
-        if short != long:  # model.py has one table of factors for all lengths of text
+        if short != long:  # model.py has one table of factors for all text lengths
             fail(f"{path}: rope_type 'longrope' with another long_factor than short_factor is not "
                  "supported")
         settings["rope_factors"] = rope.factors(short)
@@ -190,7 +190,7 @@ def weight_files(folder):
         if not is_plain_name(named) or not named.endswith(kinds):
             fail(f"{folder}: transformers_weights={printable(named)} in its config.json, expected "
                  "a .safetensors file in this folder")
-        single = index = folder / named  # the suffix tests below select one
+        single = index = folder / named  # the suffix tests below select which of the two it is
     if single.exists() and single.suffix == ".safetensors":
         return [single]
     if index.exists() and index.suffix == ".json":
@@ -242,7 +242,7 @@ def hf_tensors(folder, args):
         fail(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
              "model.embed_tokens.weight; set it to false there if lm_head.weight is the "
              "classifier, as transformers assumes since version 5")
-    # Old files hold tables of rotary positions.
+    # Old files contain tables of rotary frequencies.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     ignored |= {"lm_head.weight"} if args.tied else set()
     expected = ((theirs, shape) for _, _, theirs, shape in tensors(args))
@@ -265,7 +265,7 @@ def open_weights(path):
 
 def equal_weights(files, a, b):
     """
-    Return whether the tensors named a and b are equal; compare some rows at a time. files: {name:
+    Return whether the tensors named a and b are equal, comparing 1024 rows at a time. files: {name:
     path of the file that holds the tensor}.
     """
     with open_weights(files[a]) as in_a, open_weights(files[b]) as in_b:
@@ -280,7 +280,8 @@ def equal_weights(files, a, b):
 def hf_tensor(path, name, heads):
     """
     Return one tensor in its stored type, with the rows of heads in model.py's order. Exit with a
-    message if its values are not finite, or are all zeros where that is a sign of damage.
+    message if a value is not finite, or if all values are zero in a tensor where that is a sign of
+    damage.
     """
     with open_weights(path) as weights:
         return halves_to_interleaved(plausible(name, weights.get_tensor(name), path), heads)
@@ -288,8 +289,8 @@ def hf_tensor(path, name, heads):
 
 def chat_ids(folder, vocabulary):
     """
-    Return {GGUF's key: id} of up to two tokens that end an answer besides EOS, and of the padding
-    token, without ids beyond the vocabulary.
+    Return {GGUF's key: id} of up to two tokens besides EOS that end an answer, and of the padding
+    token. Ids beyond the vocabulary are left out.
     """
     config, taken = generation(folder), (vocabulary.eos_id, vocabulary.bos_id)
     ends = [i for i in config["eos_token_id"] if i not in taken]
@@ -337,8 +338,8 @@ def load_shard(path):
 
 def meta_args(path, first, n):
     """
-    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards; the
-    shapes of these tensors give the sizes that params.json lacks.
+    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards, whose
+    shapes determine the sizes that params.json lacks.
     """
     params = {key: value for key, value in load_json(path).items() if value is not None}
     for key in params.keys() & {
@@ -359,7 +360,7 @@ def meta_args(path, first, n):
         embedding, width = first["tok_embeddings.weight"].shape
         tied = "output.weight" not in first
         rows = embedding if tied else first["output.weight"].shape[0]
-    # Each shard holds 1 / n of these rows, or all if a tied embedding is split into columns.
+    # Each shard has 1 / n of these rows, or all of them if a tied embedding is split into columns.
     if not tied or width == dim:
         rows *= n
     args = checked(ModelArgs(
@@ -382,8 +383,8 @@ def meta_args(path, first, n):
 
 def split_dim(name, shape, columns):
     """
-    Return the dimension along which Meta's files split a tensor, None if each file holds all of it.
-    columns: whether the embedding is split into columns, as before Llama 3.
+    Return the dimension along which Meta's files split a tensor, or None if each file has all of
+    it. columns: whether the embedding is split into columns, as before Llama 3.
     """
     if len(shape) == 1:
         return None
@@ -393,8 +394,8 @@ def split_dim(name, shape, columns):
 
 def meta_tensor(name, shards, dim, where):
     """
-    Return a tensor that is split along `dim` into one slice per shard, or, if `dim` is None, that
-    every shard holds whole. where: the folder, for messages.
+    Return a tensor that is split along `dim` into one slice per shard. If `dim` is None, every
+    shard has the whole tensor. where: the folder, for messages.
     """
     whole = dim is None or len(shards) == 1
     w = shards[0][name].clone() if whole else torch.cat([shard[name] for shard in shards], dim)

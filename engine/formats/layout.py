@@ -1,7 +1,7 @@
 """
 Tables of a model's tensors, with their names in each file format and their shapes, and of the
-types in which weights are stored. export.py writes model files by them, engine/training/load.py
-reads model files by them.
+types in which weights are stored. export.py writes model files, and engine/training/load.py reads
+them, according to these tables.
 """
 import struct
 from collections.abc import Callable
@@ -41,8 +41,8 @@ TENSORS = [
     ("output", "output", "lm_head", "VD"),
 ]
 
-# llama2.c's files hold no names, only tensors in a fixed order: one in version 0, another in
-# versions 1 and 2. Each is listed by the last word of the tensors' names in model.py.
+# llama2.c's files have no tensor names, only a fixed order: one order in version 0, another in
+# versions 1 and 2. Both orders list the last word of each tensor's name in model.py.
 V0_ORDER = "tok_embeddings attention_norm wq wk wv wo ffn_norm w1 w2 w3 norm output"
 V1_ORDER = "attention_norm ffn_norm norm tok_embeddings wq wk wv wo w1 w2 w3 output"
 BY_LAST_WORD = {row[0].split(".")[-1]: row for row in TENSORS}
@@ -53,8 +53,8 @@ LLAMA2C_HEADER = 256  # bytes
 
 # Our own keys in the metadata of a GGUF file
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of the file
-# sha256 of the list of tensors (names, shapes, types, offsets). Another program that converts the
-# tensors copies our keys unchanged, though neither checksum fits its file. The reader therefore
+# sha256 of the list of tensors (names, shapes, types, offsets). A program that converts the tensors
+# copies our keys unchanged, and then neither checksum matches its file. The reader therefore
 # ignores CHECKSUM if LIST_CHECKSUM does not match.
 LIST_CHECKSUM = "llamac.tensor_list.sha256"
 ITER = "llamac.iter"  # training step of the model
@@ -63,7 +63,7 @@ ITER = "llamac.iter"  # training step of the model
 # the byte pieces that llama.cpp needs; see export.gguf_tokenizer_model
 NO_BYTES = "llama-without-bytes"
 
-# GGUF's keys for the ids that end an answer besides EOS, for padding, and for the chat template
+# GGUF's keys for the ids besides EOS that end an answer, for padding, and for the chat template
 END_OF_TURN, END_OF_MESSAGE, PADDING = (
     f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "padding"))
 TEMPLATE = "tokenizer.chat_template"
@@ -106,9 +106,9 @@ def check_tensors(found, expected, where, ignored=()):
     """
     Exit with a message unless the tensors `found`, {name: shape}, are exactly the `expected` ones.
 
-    expected: iterable of (name, shape), which is read only up to the first difference: a damaged
-    file may claim billions of layers. where: the file or folder, for the message. ignored: names of
-    tensors that may be present too.
+    expected: iterable of (name, shape), which is read only up to the first difference, because a
+    damaged file may claim billions of layers. where: the file or folder, for the message. ignored:
+    names of tensors that may be present too.
     """
     known = {*ignored}
     for name, shape in expected:
@@ -124,8 +124,8 @@ def check_tensors(found, expected, where, ignored=()):
 
 def unnamed_parameters(names, args):
     """
-    Return the names of a state_dict that model files have no name for, sorted: an export would drop
-    these parameters or buffers.
+    Return the sorted names in a state_dict that have no counterpart in model files: an export would
+    drop these parameters or buffers.
     """
     tied = {"output.weight"} if args.tied else set()
     return sorted({*names} - {name for name, *_ in tensors(args)} - tied)
@@ -155,7 +155,7 @@ def refuse_other_tensors(state, args):
 
 
 def architecture(args):
-    """Return GGUF's name of a model's architecture."""
+    """Return GGUF's name for a model's architecture."""
     if args.qk_norm:
         return "qwen3"
     return "qwen2" if args.qkv_bias else "llama"
@@ -200,15 +200,15 @@ class Type(NamedTuple):
 
 
 def to_bf16(x):
-    """Round float32 to bfloat16, stored as uint16: to the nearest, ties to even."""
+    """Round float32 to the nearest bfloat16, ties to even, stored as uint16."""
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 def block_type(number, dtype, largest, encode, decode, *options):
     """
-    Return the Type whose blocks have numpy's `dtype`. It encodes by encode(x, dtype, *options) and
-    decodes by decode(raw, dtype, *options).
+    Return the Type whose blocks have the numpy dtype `dtype`. It encodes with encode(x, dtype,
+    *options) and decodes with decode(raw, dtype, *options).
     """
     values = 256 if "scales" in dtype.names else 32
     return Type(number, values, dtype.itemsize, largest, quant.in_chunks(encode, dtype, *options),
@@ -252,7 +252,7 @@ def gguf_type(name, shape, dtype, n_layers):
     """
     Return the type, a key of TYPES, of a tensor in a GGUF file of `dtype`, a key of FILE_TYPES.
     Vectors, and matrices whose rows are not whole blocks, stay float32. The embedding and the
-    classifier of a quantised model get 6 or 8 bits, because precision is worth most there. The
+    classifier of a quantised model get 6 or 8 bits, because precision matters most there. The
     mixtures q4_k_m and q5_k_m choose types as llama.cpp does.
     """
     if len(shape) == 1:
@@ -272,12 +272,12 @@ def gguf_type(name, shape, dtype, n_layers):
 # ---- parts of a GGUF file
 
 def padding_to(position, alignment):
-    """Return how many bytes a position is short of the next multiple of the alignment."""
+    """Return the number of padding bytes from a position to the next multiple of `alignment`."""
     return -position % alignment
 
 
 def gguf_string(text):
-    """Return a str or bytes as GGUF stores it: its length in bytes as uint64, then its UTF-8."""
+    """Return a str or bytes as GGUF stores it: the length in bytes as uint64, then the UTF-8."""
     data = text if isinstance(text, bytes) else text.encode()
     return struct.pack("<Q", len(data)) + data
 

@@ -43,7 +43,7 @@ def read_llama2c(path):
 
 
 def read_header(r):
-    """Return (version, ModelArgs, values that share a scale in version 2)."""
+    """Return (version, ModelArgs, number of values that share a scale in version 2)."""
     version, group_size, where = 0, 1, r.path
     if r.unpack("<I")[0] == LLAMA2C_MAGIC:
         version, = r.unpack("<i")
@@ -55,7 +55,7 @@ def read_header(r):
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = r.unpack("<7i")
     if version:
         tied = r.unpack("<B")[0] != 0
-    else:  # a negative size means that the classifier is a tensor of its own
+    else:  # a negative vocab_size means that the classifier is untied
         tied, vocab_size = vocab_size > 0, abs(vocab_size)
     if version == 2:
         group_size, = r.unpack("<i")
@@ -81,8 +81,8 @@ def read_tensor(r, name, quantised, floats, shape):
 
 def read_tokenizer_bin(path, vocab_size):
     """
-    Return the Tokenizer of a tokenizer.bin. Ids 0, 1 and 2 are <unk>, <s> and </s>, however the
-    file spells them.
+    Return the Tokenizer of a tokenizer.bin. Ids 0, 1 and 2 become <unk>, <s> and </s>, regardless
+    of their spelling in the file.
     """
     with reading(path, "a llama2.c tokenizer.bin", fail):
         r = Reader(path)

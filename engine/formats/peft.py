@@ -1,7 +1,8 @@
 """
 Read folders of LoRA adapters that PEFT wrote, adapter_config.json and adapter_model.safetensors,
-and merge them into the weights of their base model. What changes the result and is not known here
-is refused by name. https://huggingface.co/docs/peft
+and merge them into the weights of their base model. The program exits with a message that names the
+first setting or tensor that could change the result and is not supported.
+https://huggingface.co/docs/peft
 """
 import math
 import re
@@ -19,8 +20,9 @@ from engine.formats.layout import halves_to_interleaved, heads_in, tensors
 from engine.formats.reader import Tensors, getter, plausible
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of an adapter_config.json with any value: they are read below, do not change what trained
-# adapters compute, or only say which matrices have an adapter, as the names of the tensors do.
+# Keys of an adapter_config.json that may have any value: they are read below, do not change what
+# trained adapters compute, or only list the matrices that have an adapter, which the names of the
+# tensors show too.
 KNOWN = set("""
     peft_type r lora_alpha use_rslora trainable_token_indices base_model_name_or_path peft_version
     task_type inference_mode revision auto_mapping lora_dropout init_lora_weights target_modules
@@ -29,9 +31,9 @@ KNOWN = set("""
     """.split())
 # {key: the only value accepted}; any other key must be missing, null, False or empty.
 FIXED = {"peft_type": "LORA", "bias": "none"}
-# Other ways to initialize adapters also change the base model.
+# Accepted values of init_lora_weights. Other initializations also change the base model.
 INITS = True, False, "gaussian", "orthogonal", "eva"
-# What follows "base_model.model." and the name of a module in the names of tensors
+# Names of tensors: "base_model.model.", the name of a module, and a suffix
 LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 ROWS = re.compile(r"base_model\.model\.(.+)\.token_adapter\.trainable_tokens_delta")
 WHOLE = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(?:\.base_layer)?\.weight")
@@ -42,7 +44,7 @@ def is_adapter(folder):
 
 
 def read_config(folder):
-    """Return the content of an adapter_config.json; exit with a message if it is not supported."""
+    """Return the content of an adapter_config.json. Exit with a message if it is not supported."""
     path = folder / CONFIG
     config = load_json(path)
     for key, value in config.items():
@@ -60,7 +62,10 @@ def read_config(folder):
 
 
 def base_path(folder, config):
-    """Return the path of the base model that an adapter names, seen from here or its folder."""
+    """
+    Return the path of the base model that an adapter names, relative to the working directory or to
+    the adapter's folder.
+    """
     name = getter(config, folder / CONFIG)("base_model_name_or_path", str)
     for path in (Path(name), folder / name):
         if name and path.exists():
@@ -74,8 +79,9 @@ def base_path(folder, config):
 
 def merged(folder, config, state, args):
     """
-    Return (Tensors of a base model with the adapter merged in, in float32 where it changes them,
-    ModelArgs). state, args: of the base model. The vocabulary may grow.
+    Return (Tensors of a base model with the adapter merged in, ModelArgs). Matrices that the
+    adapter changes are in float32; those that it replaces as a whole keep their stored type. state,
+    args: Tensors and ModelArgs of the base model. The vocabulary may grow.
     """
     path = folder / WEIGHTS
     if not path.exists():
@@ -84,7 +90,7 @@ def merged(folder, config, state, args):
         found = {name: plausible(name, weights.get_tensor(name), path) for name in weights.keys()}
     both = [f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")]
     if args.tied and all(name in found for name in both) and torch.equal(*map(found.get, both)):
-        del found[both[1]]  # the classifier of a tied model, saved once more
+        del found[both[1]]  # a second copy of the tied matrix
     ours = {theirs.removesuffix(".weight"): (name, shape)
             for name, _, theirs, shape in tensors(args) if len(shape) == 2}
     products, rows, whole = {}, {}, {}
@@ -142,7 +148,10 @@ def token_indices(config, module, where):
 
 
 def check_product(name, parts, shape, path):
-    """Exit with a message unless {"A", "B"} of an adapter fit a matrix of this shape."""
+    """
+    Exit with a message unless `parts`, {"A": tensor, "B": tensor} of an adapter, fit a matrix of
+    this shape.
+    """
     if parts.keys() != {"A", "B"}:
         fail(f"{path}: the adapter of {name} has only {'/'.join(parts)}, expected A and B")
     a, b = tuple(parts["A"].shape), tuple(parts["B"].shape)
@@ -153,9 +162,9 @@ def check_product(name, parts, shape, path):
 
 def new_vocab_size(args, rows, whole, path):
     """
-    Return the vocabulary size with an adapter. rows: {name: (indices, rows)}; whole: {name:
-    tensor}. Exit with a message if embedding and classifier would get different sizes, or if a new
-    token has no row.
+    Return the vocabulary size of the model with an adapter. rows: {name: (indices, new rows)};
+    whole: {name: replaced tensor}. Exit with a message if embedding and classifier would get
+    different sizes, or if a new token has no row.
     """
     sizes = {}
     for name in ("tok_embeddings.weight", "output.weight"):

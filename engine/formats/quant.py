@@ -1,20 +1,20 @@
 """
 Encode and decode weights in ggml's quantised block formats. A block of 32 values has one scale. A
-block of 256 values has 8 or 16 parts, each with an integer scale, and one half-precision unit by
-which these integers are multiplied.
+block of 256 values has 8 or 16 parts, each with an integer scale, and one half-precision unit that
+multiplies these integers.
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 import numpy as np
 
-# Fields of a block: d the scale, or the unit of the integer scales; m the minimum, which is added;
-# dmin the unit of the integer minimums, which are subtracted; q the lower four bits of each
-# quantised value, two values a byte (in Q8_0 all eight bits); high the upper bits. In the formulas
-# q is the whole value.
+# Fields of a block. d: the scale, or the unit of the integer scales; m: the minimum, which is
+# added; dmin: the unit of the integer minimums, which are subtracted; q: the lower four bits of
+# each quantised value, two values per byte (in Q8_0 all eight bits); high: the upper bits. In the
+# formulas, q is the whole value.
 
 # 32 values: x = d q
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
-# 32 values: x = d (q - 8). The first 16 are in the low nibbles, the others in the high ones, as in
-# the next three formats.
+# 32 values: x = d (q - 8). The first 16 are in the low nibbles and the others in the high nibbles,
+# as in the next three formats.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 # 32 values: x = d q + m
 Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)])
@@ -33,18 +33,18 @@ Q5_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "
 # values i, i + 32, i + 64 and i + 96, from its lowest bits up.
 Q6_K = np.dtype([("q", "u1", (2, 64)), ("high", "u1", (2, 32)), ("scales", "i1", 16), ("d", "<f2")])
 
-CHUNK = 1 << 16  # values that are quantised at once: few enough to stay in the processor's cache
+CHUNK = 1 << 16  # values to quantise at a time: they stay in the processor's cache
 
 
 def in_chunks(encode, *options):
-    """Return a function that encodes a long array in chunks, each by encode(chunk, *options)."""
+    """Return a function that encodes a long array in chunks with encode(chunk, *options)."""
     return lambda x: np.concatenate([encode(x[at:at + CHUNK], *options)
                                      for at in range(0, len(x), CHUNK)])
 
 
 def reciprocal(d):
     """
-    Return 1 / d, or 0 where d is so small that this could overflow. The 0 does no harm: half
+    Return 1 / d, or 0 where d is so small that 1 / d could overflow. The 0 is harmless: half
     precision rounds such a d to 0, too.
     """
     return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 1e-38)
@@ -132,8 +132,8 @@ def from_32(raw, dtype, zero):
 
 # ---- blocks of 256 values
 
-# best_scale and best_scale_and_min take n parts of w values as x (w, n), one part a column: numpy
-# then sums over w by adding whole rows, which are contiguous.
+# best_scale and best_scale_and_min take n parts of w values as x (w, n), one part per column, so
+# that numpy sums over w by adding whole rows, which are contiguous.
 
 def best_scale(x, zero):
     """
@@ -206,22 +206,22 @@ def to_integers(values, first, last):
 
 
 def to_k(x, dtype, q_max):
-    """Encode float32 (256 n,) as n blocks of Q4_K (q_max 15) or Q5_K (q_max 31), of 8 parts."""
+    """Encode float32 (256 n,) as n blocks of 8 parts in Q4_K (q_max 15) or Q5_K (q_max 31)."""
     blocks = x.reshape(-1, 8, 32)
     by_column = np.ascontiguousarray(blocks.reshape(-1, 32).T)
     scale, minimum = best_scale_and_min(by_column, q_max)
     d, scales = to_integers(scale.reshape(-1, 8), 0, 63)
     dmin, mins = to_integers(minimum.reshape(-1, 8), 0, 63)
-    # q must fit the scales and minimums as they were just rounded.
+    # Compute q from the rounded scales and minimums, which the decoder will use.
     step, low = d.astype(np.float32) * scales, dmin.astype(np.float32) * mins
     q = np.rint((blocks + low[:, :, None]) * reciprocal(step)[:, :, None])
     q = np.clip(q, 0, q_max).astype(np.uint8)
     a, b = scales.astype(np.uint8), mins.astype(np.uint8)
     out = np.empty(len(blocks), dtype)
     out["d"], out["dmin"] = d[:, 0], dmin[:, 0]
-    # Bytes 0 to 3: the scales of parts 0 to 3 in the lower six bits, and above them the upper two
-    # bits of the scales of parts 4 to 7. Bytes 4 to 7: the same for the minimums. Bytes 8 to 11:
-    # the lower four bits of the scales of parts 4 to 7, and above them those of the minimums.
+    # Bytes 0 to 3: lower six bits: the scales of parts 0 to 3; upper two bits: the upper two bits
+    # of the scales of parts 4 to 7. Bytes 4 to 7: the same for the minimums. Bytes 8 to 11: lower
+    # four bits: the lower four bits of the scales of parts 4 to 7; upper four: of their minimums.
     out["scales"] = np.concatenate((
         a[:, :4] | a[:, 4:] >> 4 << 6,
         b[:, :4] | b[:, 4:] >> 4 << 6,
@@ -251,7 +251,7 @@ def from_k(raw, dtype, q_max):
 
 
 def to_q6_k(x, dtype):
-    """Encode float32 (256 n,) as n blocks of Q6_K, of 16 parts."""
+    """Encode float32 (256 n,) as n blocks of 16 parts in Q6_K."""
     blocks = x.reshape(-1, 16, 16)
     by_column = np.ascontiguousarray(blocks.reshape(-1, 16).T)
     d, scales = to_integers(best_scale(by_column, 32).reshape(-1, 16), -128, 127)

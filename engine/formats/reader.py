@@ -1,7 +1,7 @@
 """
-Read the bytes of model files, which may be damaged or hostile: a read beyond the end of a file, or
-a number that no model can have, exits with a message. Each tensor is read when it is accessed, so
-that a model that does not fit into memory can be converted.
+Read the bytes of model files, which may be damaged or hostile. The program exits with a message on
+a read beyond the end of a file, or on a number that no model can have. Each tensor is read when it
+is accessed, so a model that does not fit into memory can be converted.
 """
 import hashlib
 import math
@@ -16,14 +16,14 @@ from configurator import fail
 from engine.untrusted import open_untrusted, reading
 
 MAX_CONTEXT = 1 << 20  # tokens
-MAX_HEAD_DIM = 1 << 13  # numbers
+MAX_HEAD_DIM = 1 << 13  # elements
 MAX_LIST = 1 << 22     # entries of a list in metadata: four times the largest vocabulary
-# Tensors that are never all zeros in a model, named as in any of the formats. runtime/model.c has
+# Names, in any of the formats, of tensors that are never all zeros in a model. runtime/model.c has
 # the same list.
 NEVER_ZERO = re.compile(
     r"(norm|w[qkv13]|attn_[qkv]|ffn_gate|ffn_up|[qkv]_proj|gate_proj|up_proj|"
     r"tok_embeddings|token_embd|embed_tokens)\.weight$")
-# {GGUF's number for a type of metadata: struct's format}; number 8 is a string and 9 a list
+# {GGUF's number of a metadata type: format of the struct module}; 8 is a string and 9 a list
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q",
            11: "<q", 12: "<d"}
 
@@ -53,14 +53,14 @@ class Tensors(Mapping):
 
 def plausible(name, w, where):
     """
-    Return the tensor w. Exit with a message if it holds NaN or infinity, or if it is all zeros and
-    NEVER_ZERO.
+    Return the tensor w. Exit with a message if it contains NaN or infinity, or if it is all zeros
+    and its name matches NEVER_ZERO.
     """
     flat = w.reshape(-1)
     if not all(part.isfinite().all() for part in flat.split(1 << 24)):
         fail(f"{where}: {name} holds values that are not finite; damaged, or of a run that "
              "diverged")
-    # Nearly always the first values are not all zeros, and reading the rest is saved.
+    # Test a few values first: they are nearly always not all zeros, so the rest need not be read.
     if NEVER_ZERO.search(name) and not flat[:4096].any() and not w.any():
         fail(f"{where}: {name} holds nothing but zeros; damaged, as by an interrupted download")
     return w
@@ -75,7 +75,7 @@ def open_safetensors(path):
         from safetensors import safe_open
     except ImportError:
         fail(f"{path}: reading .safetensors files needs: pip install safetensors")
-    open_untrusted(path).close()  # refuses a pipe or a device, which the library would wait for
+    open_untrusted(path).close()  # refuses a pipe or a device, on which the library would block
     return safe_open(path, framework="pt")
 
 
@@ -121,7 +121,7 @@ class Reader:
             self.fail(f"holds {len(self.data)} bytes, its header implies {self.at}")
 
     def unpack(self, pattern):
-        """Return the tuple of the next numbers, whose types are those of struct's pattern."""
+        """Return the tuple of the next numbers. pattern: their types, as for struct.unpack."""
         return struct.unpack(pattern, self.take(struct.calcsize(pattern)).tobytes())
 
     def string(self):
@@ -129,7 +129,7 @@ class Reader:
         return self.take(self.unpack("<Q")[0]).tobytes()
 
     def weights(self, name, w, shape):
-        """Return float32 numbers as a tensor of this shape. Exit unless they are plausible."""
+        """Return the float32 array w as a tensor of this shape. Exit unless it is plausible."""
         return plausible(name, torch.from_numpy(w.reshape(shape)), self.path)
 
     def sha256(self):
@@ -141,8 +141,8 @@ class Reader:
 
     def value(self, kind, wanted=True):
         """
-        Return the next value of GGUF's type number `kind`: a bool, int, float, str, or list, in
-        which strings are bytes. wanted=False skips the entries of a list and returns []: as Python
+        Return the next value of GGUF's type number `kind`: a bool, int, float, str or list. Strings
+        in a list are bytes. wanted=False skips the entries of a list and returns []: as Python
         objects they would take up to forty times their size in the file.
         """
         if kind == 8:
@@ -154,11 +154,11 @@ class Reader:
         return float(str(np.float32(value))) if kind == 6 else value
 
     def list_of(self, kind, count, wanted):
-        """Return the list of the next `count` values of type number `kind`, [] if not wanted."""
+        """Return the list of the next `count` values of type number `kind`, or [] if not wanted."""
         if count > MAX_LIST:
             self.fail(f"a list of {count:,} entries in its metadata, expected at most {MAX_LIST:,}")
         if kind == 8:
-            strings = (self.string() for _ in range(count))  # to skip one, its length is read
+            strings = (self.string() for _ in range(count))  # skipping one requires its length
             return [string for string in strings if wanted]
         dtype = np.dtype(SCALARS[kind])
         entries = self.take(count * dtype.itemsize).view(dtype)
@@ -177,9 +177,9 @@ def checked(args, where):
 
 def getter(values, where):
     """
-    Return a function get(key, kind, default) that returns values[key], and exits with a message if
-    it is not of type `kind` (an int is accepted as float), or a number that is not positive and
-    finite.
+    Return a function get(key, kind, default) that returns values[key]. It exits with a message if
+    the value is not of type `kind` (an int is accepted as float), or is a number that is not
+    positive and finite.
     """
     def get(key, kind, default=None):
         value = values.get(key, default)

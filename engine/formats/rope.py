@@ -1,21 +1,21 @@
 """
-Rotary positions for contexts beyond the one a model was trained on. llama3 and yarn return
-ModelArgs.rope_factors, the number by which the frequency of each pair is divided; `rule` does the
-reverse: it finds which of them, with which parameters, returns given factors. The parameters have
-the names of Hugging Face's config.json; context: the trained context in tokens.
+Rotary embeddings for contexts beyond the one a model was trained on. llama3 and yarn return
+ModelArgs.rope_factors, the divisor of each pair's frequency. `rule` does the reverse: it finds
+which of the two, with which parameters, returns given factors. The parameters have the names of
+Hugging Face's config.json; context: the trained context in tokens.
 """
 import math
 
 import numpy as np
 
-TRAINED_CONTEXTS = [2 ** n for n in range(3, 21)]  # in tokens; the candidates of `rule`
+TRAINED_CONTEXTS = [2 ** n for n in range(3, 21)]  # tokens; the candidates that `rule` tries
 
 
 @np.errstate(all="ignore")  # ModelArgs.problem reports NaN and infinity
 def factors(numbers):
     """
-    Return ModelArgs.rope_factors: the numbers as a tuple, rounded to float32, in which files store
-    them, or () if all of them are 1.
+    Return ModelArgs.rope_factors: the numbers as a tuple, rounded to float32, the type in which
+    files store them, or () if all of them are 1.
     """
     rounded = np.asarray(numbers, np.float32)
     return tuple(rounded.tolist()) if (rounded != 1).any() else ()
@@ -24,9 +24,9 @@ def factors(numbers):
 @np.errstate(all="ignore")
 def llama3(head_dim, theta, factor, low_freq_factor, high_freq_factor, context):
     """
-    Return the factors of Llama 3.1. Pairs that turn less than low_freq_factor times in the trained
-    context are slowed down by `factor`, those that turn more than high_freq_factor times are kept,
-    and the frequencies of those in between are blended.
+    Return the factors of Llama 3.1. Pairs that rotate less than low_freq_factor times in the
+    trained context are slowed down by `factor`, pairs that rotate more than high_freq_factor times
+    are kept, and the frequencies in between are blended.
     https://github.com/meta-llama/llama-models
     """
     turns = context / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
@@ -38,16 +38,17 @@ def llama3(head_dim, theta, factor, low_freq_factor, high_freq_factor, context):
 @np.errstate(all="ignore")
 def yarn(head_dim, theta, factor, context, beta_fast=32.0, beta_slow=1.0, truncate=True):
     """
-    Return the factors of YaRN. Pairs that turn more than beta_fast times in the trained context are
-    kept, those that turn less than beta_slow times are slowed down by `factor`, and in between the
-    blend changes linearly with the number of the pair. truncate: widen the range of blended pairs
-    to whole numbers. Raise ValueError if theta is at most 1. https://arxiv.org/abs/2309.00071
+    Return the factors of YaRN. Pairs that rotate more than beta_fast times in the trained context
+    are kept, pairs that rotate less than beta_slow times are slowed down by `factor`, and in
+    between the blend changes linearly with the index of the pair. truncate: widen the range of
+    blended pairs to whole indices. Raise ValueError if theta is at most 1.
+    https://arxiv.org/abs/2309.00071
     """
     if theta <= 1:
         raise ValueError(f"rope_theta is {theta}, expected more than 1 with yarn")
 
     def pair_with(turns):
-        """Return the (fractional) number of the pair that turns so often in the context."""
+        """Return the (fractional) index of the pair that rotates `turns` times in the context."""
         return head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     first, last = pair_with(beta_fast), pair_with(beta_slow)
@@ -67,13 +68,13 @@ def yarn_attention(factor):
 def rule(args):
     """
     Return the rope_scaling of Hugging Face's config.json for these ModelArgs: {} for plain rotary
-    positions, else rope_type "linear", "yarn" or "llama3" with its parameters. Return "longrope",
-    which lists the factor of each pair, if none of these yields the same numbers.
+    embeddings, otherwise rope_type "linear", "yarn" or "llama3" with its parameters. If none of
+    these yields the same numbers, return "longrope", which lists the factor of each pair.
     """
     if not args.rope_factors and args.rope_attention == 1:
         linear = {"rope_type": "linear", "factor": args.rope_scaling}
         return linear if args.rope_scaling != 1 else {}
-    # The slowest pairs are slowed down by the whole `factor` of YaRN and Llama 3.1.
+    # YaRN and Llama 3.1 slow down the slowest pairs by the full `factor`.
     largest = max(args.rope_factors, default=1.0)
     searched = args.rope_scaling == 1 and largest > 1
     for context in [*TRAINED_CONTEXTS, args.max_seq_len / largest] if searched else []:

@@ -12,10 +12,10 @@ from configurator import fail
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = ROOT / "browser"
 MODULE = BROWSER / "llamac.wasm"
-# Max bytes of a model. The page holds it in base64, which is 4/3 as long, as one string; browsers
+# Max bytes of a model. The page contains it as one string in base64, which is 4/3 as long; browsers
 # allow strings of up to 512 MiB.
 MAX_BYTES = 383 << 20
-# The comment at the top of page.html begins with this, by which export.py knows its own pages.
+# The comment at the top of page.html begins with this; export.py recognizes its own pages by it.
 MARK = b"<!-- Written by export.py: llamac.wasm"
 
 

@@ -1,4 +1,4 @@
-"""UTF-8 files read block by block, and the errors of files that hold no text."""
+"""Read UTF-8 files block by block; the errors of files that contain no text."""
 from tqdm import tqdm
 
 from engine.streams import one_line
@@ -22,7 +22,7 @@ class Unfit(Exception):
 
 
 class NotUTF8(Unfit):
-    """A file with a byte, at an offset, that UTF-8 text does not contain; 0 is such a byte."""
+    """A file that is not UTF-8 text: the byte at an offset is invalid UTF-8, or zero."""
 
     def __init__(self, byte, offset):
         reason = f"no text (a zero byte at offset {offset})"
@@ -78,7 +78,7 @@ def check_utf8(block, offset):
 
 
 def character_start(block, at):
-    """Return the first position from `at` on where a UTF-8 character starts, or the end."""
+    """Return the first position at or after `at` where a UTF-8 character starts, or the end."""
     while at < len(block) and block[at] & 0xC0 == 0x80:
         at += 1
     return at

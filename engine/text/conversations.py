@@ -1,13 +1,13 @@
 """
-Conversations as data: which records hold one, in which format, and what is wrong with it.
+Conversations as data: recognize the records that contain one, read their formats, and find faults.
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}       OpenAI's
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}   ShareGPT's
     {"prompt": "Hi", "response": "Hello"}                        or "completion"
     {"instruction": "Add", "input": "1, 2", "output": "3"}       Alpaca's; "input" is optional
 
-The text of "prompt" or "instruction" and that of its answer may also be lists of turns, like
-"messages": then both are.
+The values of "prompt" or "instruction" and of its answer may also be lists of turns, like
+"messages". If one is a list, both must be.
 
 A conversation is a list of turns, (role, text): at most one system prompt, then user and assistant
 alternately.
@@ -19,20 +19,20 @@ import re
 
 from engine.text.blocks import Unfit
 
-# The key by which a record is recognized -> the name of its format.
+# {key by which a record is recognized: name of its format}
 FORMATS = {"messages": "OpenAI's messages", "conversations": "ShareGPT's conversations",
            "prompt": "prompts and responses", "instruction": "Alpaca's instructions"}
 LISTS = "messages", "conversations"             # keys of a list of turns
 ANSWERS = "response", "completion", "output"    # keys of the answer to a prompt or instruction
 KEYS = *FORMATS, *ANSWERS, "input", "system"    # all keys that are read
-# A file whose beginning matches this is likely to hold conversations.
+# A file whose beginning matches this probably contains conversations.
 LOOKS = re.compile(f"""\"({'|'.join(LISTS)})\"\\s*:\\s*\\[\\s*\\{{|"""
                    f"""\"(prompt|instruction)\"\\s*:.*?\"({'|'.join(ANSWERS)})\"\\s*:""", re.S)
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 ADVICE = ("to leave out damaged conversations and count them, add --checks=-files to train.py, or "
           "--skip_bad=True to data.py")
-# What can be wrong with a conversation, as report() puts it.
+# Faults of a conversation, in the words of report().
 DAMAGED = "damaged"
 REPEATED = "the same as an earlier one"
 UNANSWERED = "without an answer"
@@ -41,8 +41,8 @@ EMPTY = "with an empty answer"
 
 def format_of(record, columns):
     """
-    Return the key in FORMATS by which a JSON object is a conversation, or None if it is not one.
-    columns: keys of the setting `column`; an object with a string under one of them is a text.
+    Return the key in FORMATS that makes a JSON object a conversation, or None if it is not one.
+    columns: names of the text column; an object with a string under one of them is a text.
     """
     if not isinstance(record, dict) or any(isinstance(record.get(name), str) for name in columns):
         return None
@@ -54,14 +54,14 @@ def format_of(record, columns):
 
 def stored(record):
     """
-    Return the part of a record that `conversation` reads, without fields that are null: what a
-    table's row becomes when the table is converted to JSON lines.
+    Return the fields of a record that `conversation` reads, without those that are null. This is
+    what is kept of a table's row when the table is converted to JSON lines.
     """
     return {key: record[key] for key in KEYS if record.get(key) is not None}
 
 
 def described(value):
-    """Return what a JSON value is, in words."""
+    """Describe the type of a JSON value in words."""
     kinds = {str: "a text", list: "a list", dict: "an object", bool: "true or false",
              type(None): "null"}
     return kinds.get(type(value), "a number")
@@ -109,7 +109,7 @@ def turns_of(entries, key):
 
 
 def text_of(value, name):
-    """Return a text, which may come in parts, as OpenAI's content does."""
+    """Return the text of a value: a string, or a list of parts as in OpenAI's content."""
     if isinstance(value, list) and value:
         parts = [part.get("text") if isinstance(part, dict) else None for part in value]
         if all(isinstance(part, str) for part in parts):
@@ -135,7 +135,7 @@ def check_order(roles):
 
 def trained_part(turns):
     """
-    Return (the turns up to the last answer, None), or ([], what is wrong). Conversations without an
+    Return (the turns up to the last answer, None), or ([], the fault). Conversations without an
     answer have nothing to train on, and an empty answer would teach a model to say nothing.
     """
     if turns[-1:] and turns[-1][0] != "assistant":
@@ -150,24 +150,24 @@ def trained_part(turns):
 
 class Intake:
     """
-    Checks the conversations of what --data names, file by file, and counts those that are left out:
-    repeated, unanswered and empty ones always, damaged ones if skip_bad. Without skip_bad, a file
-    with a damaged one is refused.
+    Checks the conversations of a source, file by file, and counts those that are left out. Repeated
+    conversations and those with a missing or empty answer are always left out, damaged ones only if
+    skip_bad. Without skip_bad, a file with a damaged conversation is refused.
 
-        intake.begin(path)  # again, if reading starts anew: the counts of this file are dropped
-        ...                 # for each record: is_conversation, and if it is one, keeps
+        intake.begin(path)  # call it again to read the file anew: its counts start over
+        ...                 # for each record: is_conversation(), and if it is one, keeps()
         intake.accept()     # the file was read to its end
     """
 
     def __init__(self, skip_bad=False):
         self.skip_bad, self.seen = skip_bad, set()
         self.formats = collections.Counter()  # {key in FORMATS: conversations kept}
-        self.faults = {}  # {what is wrong: (count, place of the first)}; DAMAGED: also why
+        self.faults = {}  # {fault: (count, place of the first)}; DAMAGED: place and reason
         # {True: the first file with conversations, False: the first with texts}, for corpus.py
         self.files = {}
 
     def begin(self, path, unit="line"):
-        """Begin a file. unit: what an error message calls a record's place, "line" or "row"."""
+        """Begin a file. unit: the word of error messages for a record, such as "line"."""
         self.path, self.unit = path, unit
         self.kind = None  # True if its records are conversations, False if texts
         self.file_seen, self.file_formats, self.file_faults = set(), collections.Counter(), {}
@@ -184,8 +184,8 @@ class Intake:
 
     def is_conversation(self, key, where):
         """
-        Return whether a record is a conversation. key: format_of the record. where: its place, such
-        as "line 3". Raises Unfit if the records before it are of the other kind.
+        Return whether a record is a conversation, not a text. key: format_of the record. where: its
+        place, such as "line 3". Raises Unfit if the records before it are of the other kind.
         """
         kind = key is not None
         if self.kind not in (None, kind):
@@ -197,8 +197,8 @@ class Intake:
 
     def keeps(self, record, key, where):
         """
-        Return whether to train on the conversation in a record, and count it. Raises Unfit if it is
-        damaged, unless skip_bad.
+        Return whether to train on the conversation in a record, and count it. Raises Unfit if the
+        conversation is damaged, unless skip_bad.
         """
         try:
             turns, fault = trained_part(conversation(record, key))
@@ -218,7 +218,7 @@ class Intake:
         return True
 
     def report(self, name):
-        """Return a line about the conversations of a source, "" if it has none."""
+        """Return a line about the conversations of a source, or "" if it has none."""
         if not self.formats and not self.faults:
             return ""
         found = [f"{count:,} in {FORMATS[key]} format" for key, count in self.formats.items()]

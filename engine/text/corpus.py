@@ -1,12 +1,12 @@
 """
-Where the documents of a source are, and how worker processes read them, one part each.
+Find the documents of a source, and read them in worker processes.
 
 A row (file, start, end, flags) of int64 is the bytes from start to end of a file: a document, or a
-segment of a long one. A segment ends before a single space between two words, and the next one
+segment of a long document. A segment ends before a single space between two words, and the next one
 begins with that space. No token of a Llama-style vocabulary has a space after a letter, so the
-segments give the same tokens as the whole text. A block, as read by blocks(), without such a space
-is cut after lines, or, if it has none, at its end, between two characters; then the tokens around
-the cut may differ, but not the text.
+segments encode to the same tokens as the whole text. A block of blocks() without such a space is
+cut after lines, or, if it has no line end, at the end of the block, between two characters. The
+tokens around such a cut may then differ, but the text does not.
 """
 import array
 import collections
@@ -30,9 +30,9 @@ from engine.text.tables import (checked_text, column_names, jsonl_record, jsonl_
                                 refuse_doubled)
 from engine.untrusted import NotRegular, open_untrusted, parse_json
 
-SEGMENT = 1 << 16  # bytes of a long document that are encoded at once
-STRETCH = 1 << 18  # bytes of adjacent text that are kept together if only a part is prepared
-SEED = 1337        # of the stories, and of the draw of validation documents
+SEGMENT = 1 << 16  # bytes of a long document to encode at once
+STRETCH = 1 << 18  # bytes of adjacent text to keep together if only a part is prepared
+SEED = 1337        # for the stories, and for drawing validation documents
 SEPARATOR = b"<|endoftext|>"  # alone on a line of a .txt file, separates documents
 BOM = b"\xef\xbb\xbf"
 # A single space between words. Llama-style vocabularies encode U+2581 (E2 96 81) like a space, so
@@ -49,22 +49,22 @@ STRIP = 8  # white space around the document is removed
 class Corpus:
     """
     The documents of files. files: paths of .txt and .jsonl files in UTF-8, which rows index;
-    skipped: paths of files that could not be read; whole_bytes: 0, or, if only a part of the
-    training text is prepared, the bytes of all of it.
+    skipped: paths of files that could not be read; whole_bytes: bytes of the whole training text if
+    only a part of it is prepared, otherwise 0.
     """
     rows: np.ndarray
     files: list
     column: str = "text"
     skipped: list = ()
     whole_bytes: int = 0
-    vocab_sample = 1 << 25  # bytes of text that a vocabulary is trained on
+    vocab_sample = 1 << 25  # bytes of text to train a vocabulary on
 
     def sizes(self, rows):
         """Return the bytes of text in each row, (n,) int64."""
         return rows[:, 2] - rows[:, 1]
 
     def texts(self, rows):
-        """Yield (text, bytes, flags, bits) of each row. bits: its information, 0 if unknown."""
+        """Yield (text, bytes, flags, bits) of each row. bits: information content, 0 if unknown."""
         for number, group in itertools.groupby(in_chunks(rows), key=lambda row: row[0]):
             path = self.files[number]
             with open_untrusted(path) as f:
@@ -90,7 +90,7 @@ class Corpus:
         return "".join(found)
 
     def sample(self):
-        """Yield about vocab_sample bytes of training text, from rows at equal distances."""
+        """Yield about vocab_sample bytes of training text, from evenly spaced rows."""
         train = self.rows[self.rows[:, 3] & VAL == 0]
         step = max(1, round(self.sizes(train).sum() / self.vocab_sample))
         for text, *_ in self.texts(train[::step]):
@@ -105,11 +105,11 @@ class Corpus:
 
 @dataclasses.dataclass
 class Conversations(Corpus):
-    """Conversations, one a row. chat_template: the Jinja source by which they are encoded."""
+    """Conversations, one per row. chat_template: the Jinja source that encodes them."""
     chat_template: str = CHATML
 
     def turns(self, rows):
-        """Yield (turns, flags) of each row. turns: [(role, text)], which end with an answer."""
+        """Yield (turns, flags) of each row. turns: [(role, text)], ending with an answer."""
         columns = column_names(self.column)
         for number, group in itertools.groupby(in_chunks(rows), key=lambda row: row[0]):
             path = self.files[number]
@@ -125,7 +125,7 @@ class Conversations(Corpus):
                     yield conversations.trained_part(turns)[0], flags
 
     def texts(self, rows):
-        """Yield the texts from which a vocabulary is made, with the roles as ChatML spells them."""
+        """Yield the texts to train a vocabulary on, with the roles as ChatML spells them."""
         for turns, flags in self.turns(rows):
             text = "".join(f"{role}\n{text}\n" for role, text in turns)
             yield text, len(text.encode()), flags, 0.0
@@ -135,7 +135,7 @@ class Conversations(Corpus):
 
 
 class Stories(Corpus):
-    """The built-in stories. A row holds the stories numbered start to end - 1."""
+    """The built-in stories. A row stands for the stories numbered start to end - 1."""
     vocab_sample = stories.SAMPLE
 
     def sizes(self, rows):
@@ -161,7 +161,7 @@ def load_corpus(folder):
 
 
 def in_chunks(rows):
-    """Yield each row as a list of int, 4096 at a time, since a memory map may hold millions."""
+    """Yield each row as a list of int. Read 4096 at a time: a memory map may have millions."""
     for at in range(0, len(rows), 1 << 12):
         yield from rows[at:at + (1 << 12)].tolist()
 
@@ -183,7 +183,7 @@ def changed_meanwhile(path):
 def make_corpus(source, options, val_fraction, max_val_bytes, copies):
     """
     Return the Corpus of a Source. options: see prepare.Options; val_fraction, max_val_bytes: max
-    share and max bytes of the text to hold out; copies: folder for copies of files.
+    fraction and max bytes of the text to hold out; copies: folder for copies of files.
     """
     if source.stories:
         return story_corpus(source.stories, val_fraction)
@@ -206,7 +206,10 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
 
 
 def story_corpus(count, val_fraction):
-    """Return the Stories 0 to count - 1; the last ones validate. A row holds up to 1,000."""
+    """
+    Return the Stories 0 to count - 1. The last ones are the validation split. A row stands for up
+    to 1,000 stories.
+    """
     held_out = min(max(round(val_fraction * count), 1), 2000, count - 1)
     train = count - held_out
     edges = [*range(0, train, 1000), *range(train, count, 1000), count]
@@ -219,19 +222,19 @@ def read_files(source, options, copies, intake):
     """
     Return (documents, cuts, files, skipped).
 
-    documents: (n, 4) of all files; cuts: for each file the offsets where long documents may be cut;
-    files: paths to read, of the files themselves or of copies in UTF-8; skipped: paths of files
-    that cannot be read. Raises Unfit if there are any, unless options.skip_bad. intake: a
-    conversations.Intake, which tells afterwards whether the documents are conversations.
+    documents: rows (n, 4) of all files; cuts: for each file the offsets where long documents may be
+    cut; files: paths to read, of the files themselves or of copies in UTF-8; skipped: paths of
+    files that cannot be read. Raises Unfit if there are such files, unless options.skip_bad.
+    intake: a conversations.Intake, which records whether the documents are conversations.
     """
-    shutil.rmtree(copies, ignore_errors=True)  # of an attempt that was interrupted
+    shutil.rmtree(copies, ignore_errors=True)  # left by an interrupted attempt
     copies.mkdir(parents=True)
     documents, cuts, bad, conversions = [], [], {}, collections.defaultdict(list)
     files = [os.path.abspath(path) for path in source.files]
     with progress("reading", sum(map(os.path.getsize, files))) as bar:
         for number, path in enumerate(map(Path, source.files)):
             def look(here, path=path):
-                # The bar counts bytes scanned, which differ between a file and its copy.
+                # The bar counts scanned bytes: a file and its copy differ in size.
                 bar.total += os.path.getsize(here) - os.path.getsize(path)
                 # In a copy, line n is the n-th record of the user's file.
                 intake.begin(path, "line" if samefile(here, path) else "record")
@@ -245,13 +248,13 @@ def read_files(source, options, copies, intake):
                 files[number] = os.path.abspath(here)
                 conversions[done].append(path)
             except Unfit as e:
-                # str(e) is the reason and the advice; a list of several files has only reasons.
+                # str(e) is the reason and the advice; a list of several files shows only reasons.
                 bad[str(path)] = str(e) if len(files) == 1 else e.reason
             except (PermissionError, NotRegular) as e:
                 bad[str(path)] = e.strerror
             documents.append(np.insert(found[0], 0, number, axis=1))
             cuts.append(found[1])
-            found = None  # frees its array, which may hold millions of documents
+            found = None  # free its array, which may have millions of documents
     report(source, bad, conversions, options.skip_bad)
     if line := intake.report(source.text):
         print(line)
@@ -271,9 +274,9 @@ def samefile(a, b):
 
 def report(source, bad, conversions, skip_bad):
     """
-    Print how files were converted and which ones are left out. Raises Unfit if all are bad, or if
-    one is and skip_bad is False. bad: {path: reason}; conversions: {what was done, in words:
-    paths}, with the key "" for files that are read as they are.
+    Print how files were converted and which ones are left out. Raises Unfit if all files are bad,
+    or if any is bad and skip_bad is False. bad: {path: reason}; conversions: {what was done, in
+    words: paths}, with the key "" for files that are read as they are.
     """
     count = len(source.files)
     problems = listed(f"{path}: {reason}" for path, reason in bad.items())
@@ -296,8 +299,8 @@ def report(source, bad, conversions, skip_bad):
 def scan(path, column, update=lambda size: None, intake=None):
     """
     Return (documents, cuts) of a .txt or .jsonl file: (n, 3) int64 of start, end and flags; (m,)
-    int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8,
-    on which readers.readable converts the file, and Unfit for a line of .jsonl without a text or
+    int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8, in
+    which case readers.readable converts the file, and Unfit for a line of .jsonl without a text or
     conversation. update: called with the size of each block; intake: a conversations.Intake.
     """
     if not intake:
@@ -336,7 +339,7 @@ def scan_lines(path, column, update, found, intake):
             if intake.is_conversation(key, where):
                 refuse_doubled(line, [key], where)
                 keeps[i] = intake.keeps(record, key, where)
-        if intake.kind:  # blank lines hold no conversation
+        if intake.kind:  # drop blank lines, which are not conversations
             keeps &= [bool(block[start:end].strip()) for start, end in zip(starts, ends)]
         flags = np.full_like(ends, FIRST | LAST | STRIP)
         rows = np.stack([offset + starts, offset + ends, flags], 1)
@@ -344,9 +347,9 @@ def scan_lines(path, column, update, found, intake):
 
 
 def scan_text(path, update, found, cuts):
-    """Append the documents of a .txt file to `found`, and to `cuts` where they may be cut."""
+    """Append the documents of a .txt file to `found`, and the offsets of cuts to `cuts`."""
     begin, has_text, before = 0, False, b"\n"  # before: the byte before the block
-    # False: a line longer than a block is cut. All others are whole, so no separator line is cut.
+    # False: cut a line that is longer than a block. Shorter lines, such as separators, stay whole.
     for offset, block in blocks(path, False, update):
         has_text = has_text or bool(block.removeprefix(BOM).strip())
         if block.startswith(BOM) and not offset:
@@ -358,8 +361,8 @@ def scan_text(path, update, found, cuts):
             if begins and ends:  # the separator is a line of its own
                 found.extend((begin, offset + start, FIRST | LAST | STRIP))
                 begin = offset + end
-        # The cuts: the first joint in every SEGMENT bytes. In a block without joints: the last line
-        # end in every SEGMENT bytes, or else the end of the block.
+        # Cut at the first joint in every SEGMENT bytes. In a block without joints, cut after the
+        # last line end in every SEGMENT bytes, or at the end of a block without line ends.
         edges = range(0, len(block), SEGMENT)
         joints = [JOINT.search(block, at, at + SEGMENT) for at in edges]
         inside = [joint.start() + 1 for joint in joints if joint]
@@ -376,9 +379,10 @@ def hold_out(documents, files, name, fraction, max_bytes):
     """
     Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, at most max_bytes.
 
-    Whole documents are drawn at random. If they hold less than half of the wanted bytes, the last
-    bytes of the text validate instead, and the document in which those begin is split in two; in
-    .jsonl, all of it validates, even beyond max_bytes. name: of the source, for messages.
+    Whole documents are drawn at random. If they have less than half of the wanted bytes, the end of
+    the text becomes the validation split instead, and the document in which it begins is split in
+    two. A document of .jsonl is not split: all of it is held out, even beyond max_bytes. name: name
+    of the source, for messages.
     """
     sizes = documents[:, 2] - documents[:, 1]
     total = sizes.sum()
@@ -389,7 +393,7 @@ def hold_out(documents, files, name, fraction, max_bytes):
         documents[drawn, 3] |= VAL
         return documents
     ends = np.cumsum(sizes)
-    # The document that holds the boundary between the two splits.
+    # The document that contains the boundary between the two splits
     first = np.searchsorted(ends, min(total - wanted, total - 1), "right")
     documents[first:, 3] |= VAL
     file, start, end, _ = documents[first]
@@ -408,14 +412,14 @@ def hold_out(documents, files, name, fraction, max_bytes):
         raise Unfit(f"{name}: too short to hold out {fraction:.0%} for validation")
     documents = np.insert(documents, first, documents[first], axis=0)
     documents[first, 2:] = stop, documents[first, 3] & ~VAL
-    documents[first + 1, 1] = stop + (joint is not None)  # the space between the two is dropped
+    documents[first + 1, 1] = stop + (joint is not None)  # drop the space between the two
     return documents
 
 
 def segments(documents, cuts):
     """
-    Return `documents`, (n, 4), with each one of more than 2 * SEGMENT bytes as several rows. cuts:
-    for each file the offsets where it may be cut.
+    Return `documents`, (n, 4), with each document of more than 2 * SEGMENT bytes divided into
+    several rows. cuts: for each file the offsets where it may be cut.
     """
     rows, done = [], 0
     for k in np.flatnonzero(documents[:, 2] - documents[:, 1] > 2 * SEGMENT):
@@ -434,18 +438,18 @@ def segments(documents, cuts):
 
 def spread(rows, max_bytes):
     """
-    Return all validation rows, and evenly spaced stretches of the training rows, each of about
-    STRETCH bytes, about max_bytes in total. Where a stretch begins or ends inside a document, its
-    part of the document becomes a document.
+    Return all validation rows, and evenly spaced stretches of the training rows: about STRETCH
+    bytes each, about max_bytes in total. Where a stretch begins or ends inside a document, the part
+    inside the stretch becomes a document.
     """
     is_val = rows[:, 3] & VAL > 0
     sizes = np.where(is_val, 0, rows[:, 2] - rows[:, 1])
-    stretch = (np.cumsum(sizes) - sizes) // STRETCH  # of each row
+    stretch = (np.cumsum(sizes) - sizes) // STRETCH  # index of each row's stretch
     count = max(1, int(sizes.sum() // STRETCH))
     chosen = np.zeros(count + 1, bool)  # the last is the remainder, shorter and never chosen
     chosen[np.linspace(0, count - 1, max(1, round(max_bytes / STRETCH))).astype(int)] = True
     keep = chosen[stretch] | is_val
-    # For each row: is the one before it kept? The one after it?
+    # For each row: whether the row before it is kept, and whether the row after it is.
     keeps_previous, keeps_next = np.append(True, keep[:-1]), np.append(keep[1:], True)
     for flag, keeps_neighbour in (FIRST, keeps_previous), (LAST, keeps_next):
         is_cut = ~keeps_neighbour & (rows[:, 3] & flag == 0)  # a document is cut there

@@ -1,4 +1,4 @@
-"""Texts that are downloaded: their files, and a download that survives interruptions."""
+"""Texts that are downloaded: their files, and a download that resumes after interruptions."""
 import http.client
 import shutil
 import time
@@ -34,8 +34,8 @@ def download(path, base_url, size, expected):
     """
     Download base_url/NAME to `path`, whose name is NAME, unless it exists.
 
-    A download that breaks continues where it stopped, in this call or a later one. size: bytes;
-    expected: the sha256. Raises Unfit after too many failures, and if the downloaded or existing
+    An interrupted download resumes where it stopped, in this call or a later one. size: bytes;
+    expected: the sha256. Raises Unfit after too many failures, or if the downloaded or existing
     file has another hash.
     """
     url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
@@ -62,7 +62,7 @@ def download(path, base_url, size, expected):
             except NETWORK as e:
                 problem = str(getattr(e, "reason", "") or e or type(e).__name__)
             have = part.stat().st_size
-            # Only bytes that no earlier attempt reached reset the failures.
+            # Reset the failures only after bytes that no earlier attempt reached.
             failures = 0 if have > furthest else failures + 1
             furthest = max(furthest, have)
             if have < size and (permanent or failures > len(PATIENCE)):
@@ -102,7 +102,7 @@ def fetch(url, part, size, bar):
             f.truncate(0)
             bar.reset()
             have = 0
-        # A longer answer stops one block past `size`, and then fails the hash.
+        # Stop reading a longer answer one block past `size`; its hash will differ.
         while have <= size and (block := answer.read(1 << 16)):
             f.write(block)
             have += len(block)

@@ -1,6 +1,6 @@
 """
-Documents → token ids, by worker processes. Each worker encodes one part after another and publishes
-it as parts/N.npz. An interrupted preparation continues with the parts that are missing.
+Encode documents to token ids with worker processes. Each worker encodes one part after another and
+publishes it as parts/N.npz. An interrupted preparation continues with the parts that are missing.
 """
 import collections
 import concurrent.futures
@@ -22,8 +22,8 @@ from engine.text.prepared import SPLITS, mask_name
 from engine.text.vocabulary import stored_vocabulary
 
 PART = 1 << 21  # bytes of text in a part
-# What is counted of a split: its documents, the bytes of their text, the bits of information in it
-# (0 if not known), and of conversations the tokens that are targets and the bytes of the answers.
+# Counts per split: documents, bytes of their text, its information content in bits (0 if unknown),
+# and, for conversations, the tokens that are targets and the bytes of the answers.
 COUNTS = "documents", "bytes", "bits", "answer_tokens", "answer_bytes"
 
 
@@ -43,12 +43,12 @@ def part_file(folder, number):
 
 
 def token_type(tokenizer):
-    """Return the dtype that token ids are stored in."""
+    """Return the dtype of stored token ids."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def part_encoder(folder):
-    """Return the function that encodes part N of the preparation in a folder, and stores it."""
+    """Return a function that encodes and stores part `number` of the preparation in a folder."""
     corpus, tokenizer = load_corpus(folder), stored_vocabulary(folder)
     starts, dtype = part_starts(corpus), token_type(tokenizer)
     is_chat = isinstance(corpus, Conversations)
@@ -74,14 +74,14 @@ def part_encoder(folder):
 
 def encoded_texts(corpus, tokenizer, rows):
     """Yield (flags, ids, (), COUNTS) of each row of a Corpus."""
-    has_eos = tokenizer.eos_id != tokenizer.bos_id  # one token for both is written once, as BOS
+    has_eos = tokenizer.eos_id != tokenizer.bos_id  # if one token is both, write it only as BOS
     for text, size, flags, bits in corpus.texts(rows):
         is_first, before = bool(flags & FIRST), ""
         if not is_first and tokenizer.add_dummy_prefix:
-            # The tokenizer puts a space before every text, which would be one too many inside a
-            # document. If the text begins with a space, leave it out: the tokenizer's replaces
-            # it. Otherwise put a line end before the text, and drop the tokens of the
-            # tokenizer's space and of the line end.
+            # The tokenizer puts a space before every text, which is one too many inside a
+            # document. If the text begins with a space, remove it: the tokenizer's space replaces
+            # it. Otherwise put a line end before the text, and drop the tokens of the tokenizer's
+            # space and of the line end.
             before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
         is_last = bool(flags & LAST)
         tokens = tokenizer.encode(before + text, bos=is_first, eos=is_last and has_eos)
@@ -101,7 +101,7 @@ def encoded_conversations(corpus, tokenizer, rows):
 
 
 def encode_parts(corpus, folder, workers):
-    """Encode the parts that are missing, on up to `workers` processes."""
+    """Encode the parts that are missing, with up to `workers` processes."""
     sizes = np.add.reduceat(corpus.sizes(corpus.rows), part_starts(corpus)[:-1])
     missing = [number for number in range(len(sizes)) if not part_file(folder, number).exists()]
     total = int(sizes.sum())
@@ -114,7 +114,7 @@ def encode_parts(corpus, folder, workers):
                 bar.update(int(sizes[number]))
             return
         todo, count = collections.deque(missing), min(workers, len(missing))
-        # If no part is missing, count is 0, which the pool refuses.
+        # If no part is missing, count is 0, which the pool does not accept.
         with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:
             try:
                 drivers = [pool.submit(drive_worker, folder, todo, bar, sizes)
@@ -130,7 +130,7 @@ def drive_worker(folder, todo, bar, sizes):
     """
     Run one worker process, which encodes part after part of the deque `todo` until it is empty.
 
-    The worker is a program of its own: a child of multiprocessing would import train.py, and torch,
+    The worker is a separate program: a child of multiprocessing would import train.py, and torch,
     again. It has its own session, so Ctrl-C does not reach it. It ends when its stdin is closed, so
     it never outlives this process.
     """
@@ -158,8 +158,8 @@ def drive_worker(folder, todo, bar, sizes):
 
 def serve(folder):
     """
-    Run as the worker: read the number of a part from each line of stdin, and answer with a line of
-    JSON: null, the arguments of an OSError, or the message of an Unfit.
+    Run as a worker: read the number of a part from each line of stdin, encode that part, and answer
+    with a line of JSON: null, the arguments of an OSError, or the message of an Unfit.
     """
     encode = part_encoder(Path(folder))
     for line in sys.stdin:
@@ -175,7 +175,7 @@ def serve(folder):
 
 def join_parts(corpus, folder):
     """
-    Join the parts to train.bin and val.bin, and of conversations to their masks. Return the COUNTS
+    Join the parts into train.bin and val.bin, and into masks for conversations. Return the COUNTS
     of both splits, (2, 5) float64.
     """
     counts, numbers = np.zeros((2, len(COUNTS))), range(len(part_starts(corpus)) - 1)

@@ -1,6 +1,6 @@
 """
-The encoding of a text that is not UTF-8, named only if its bytes identify it with certainty. A file
-that is refused costs the user one command; one that is decoded wrongly teaches wrong letters.
+Detect the encoding of a text that is not UTF-8, only if its bytes identify it with certainty. A
+refused file costs the user one command; a wrongly decoded one teaches the model wrong letters.
 """
 import codecs
 import re
@@ -21,9 +21,9 @@ FREQUENT = {  # encoding: (frequent characters, their minimum share of the lette
     "GB18030": (CHINESE, 0.2), "BIG5-HKSCS": (CHINESE, 0.2), "CP932": (KANA, 0.2),
     "EUC-JP": (KANA, 0.2), "CP949": (KOREAN, 0.25), "CP1251": (CYRILLIC, 0.6),
     "KOI8-U": (CYRILLIC, 0.6)}
-# A text whose letters are not all of one of these languages is Czech, Turkish or another language,
-# in an encoding of its own.
-WESTERN = (  # (frequent letters beyond ASCII, all of them)
+# A text whose letters do not all belong to one of these languages is in another language, such as
+# Czech or Turkish, which has another encoding.
+WESTERN = (  # (frequent letters beyond ASCII, all letters beyond ASCII)
     ("é", "àâçèéêëîïôùûüœæ"),     # French
     ("äöü", "äöüßé"),             # German
     ("áéíóñ", "áéíóúüñºª"),       # Spanish
@@ -36,8 +36,8 @@ WESTERN = (  # (frequent letters beyond ASCII, all of them)
     ("äõ", "äõöü"),               # Estonian
 )
 MARKS = "’‘“”„«»‹›–—…•°§£€©®™´¿¡\xa0\xad²³½¼¾×±µ·"  # used in all languages
-# Marks where letters belong, and capitals inside words: signs that letters of DOS, old Macs or
-# ISO-8859-15 were decoded as CP1252. A dash between two words is not counted.
+# Marks where letters belong, and capitals inside words: signs that text from DOS, old Macs or
+# ISO-8859-15 was decoded as CP1252. A dash between two words does not count.
 STRANGE = re.compile("[a-zß-ÿ][À-ÞŒ]"
                      "|[^\\W\\d_](?:[‘„‹£•¡¿]|[“”»›…°\xa0²³½¼¾×±µ](?=[^\\W\\d_])|—\\s)"
                      "|(?:^|\\s)(?:[”›…]|[²³½¼¾×±µ°§©®™´·])(?=[^\\W\\d_])")
@@ -48,7 +48,8 @@ BOMS = [(codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
 
 def encoding(sample):
     """
-    Name the encoding of a text that is not UTF-8, as Python and iconv call it; "" if not certain.
+    Return the name, in Python and iconv, of the encoding of a text that is not UTF-8, or "" if it
+    is not certain.
 
     sample: bytes that begin with a whole character.
     """
@@ -68,7 +69,7 @@ def encoding(sample):
 
 
 def decoded(sample, name):
-    """Decode bytes whose last character may be cut off. Return None if they are not valid."""
+    """Decode bytes whose last character may be cut off. Return None if they are invalid."""
     try:
         return codecs.getincrementaldecoder(name)().decode(sample)
     except UnicodeDecodeError:
@@ -76,7 +77,7 @@ def decoded(sample, name):
 
 
 def is_plausible(text):
-    """Return whether all characters are assigned and all control characters are usual in texts."""
+    """Return whether all characters are assigned and all control characters are common in text."""
     def is_odd(c):
         is_control = c < " " and c not in "\t\n\r\f\v\x1b"
         return is_control or unicodedata.category(c) in ("Cn", "Co", "Cs")
@@ -85,7 +86,7 @@ def is_plausible(text):
 
 
 def by_zeros(sample):
-    """Name the encoding of bytes with zeros: UTF-16 or UTF-32 without a byte order mark; or ""."""
+    """Name the encoding of bytes with zeros, UTF-16 or UTF-32 without a byte order mark, or ""."""
     for name in "UTF-32LE", "UTF-32BE":
         if is_plausible(decoded(sample, name)):
             return name
@@ -113,8 +114,8 @@ def share(text, frequent):
     """
     Return the share of frequent characters among the letters beyond ASCII.
 
-    Return 0 if these letters are few, if most stand alone between ASCII characters, or if they rule
-    the script out.
+    Return 0 if these letters are few, if most are isolated between ASCII characters, or if they
+    rule out the script.
     """
     letters = {c: n for c, n in Counter(text or "").items() if c > "\x7f" and c.isalpha()}
     total = sum(letters.values())
@@ -146,8 +147,8 @@ def is_western(text):
     """
     Return whether CP1252 was the right encoding of a decoded text.
 
-    Its letters beyond ASCII must be few and of one western language, or it has only MARKS, where
-    marks belong.
+    Its letters beyond ASCII must be few and belong to one western language, or it must have only
+    MARKS, and these where marks belong.
     """
     beyond = {c: n for c, n in Counter(text).items() if c > "\x7f"}
     letters = Counter()

@@ -1,10 +1,10 @@
 """
-Conversations in rows of one length: cut at turns if they are longer, packed, read as inputs and
-targets.
+Pack conversations into rows of one length, cut longer ones between turns, and read the rows as
+inputs and targets.
 
-A piece is a conversation or some turns of one, as four positions in the tokens of a split: it
-consists of the tokens [opening, first) and [begin, end). The opening is what precedes the first
-turn: BOS, a system prompt. So each piece of a long conversation begins like a conversation.
+A piece is a conversation, or some turns of one. It has four positions in the tokens of a split and
+consists of the tokens [opening, first) and [begin, end). The opening is everything before the first
+turn: BOS and a system prompt. Each piece of a long conversation thus begins like a conversation.
 """
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ import numpy as np
 from engine.formats.chat_template import FIRST, TARGET, TURN
 
 NO_TARGET = -1  # in targets: nothing is predicted from this input
-BEGINS = -2     # the same, and this input begins a conversation, which attention does not leave
+BEGINS = -2     # the same; this input begins a conversation, and attention stays within it
 
 
 class Cut(NamedTuple):
     """
     pieces: (n, 4) int64; cut: number of conversations longer than a row; too_long: number of turns
-    that are left out, since one alone does not fit into a row.
+    that are left out because a single one does not fit into a row.
     """
     pieces: np.ndarray
     cut: int
@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 def cut_at_turns(marks, size):
-    """Return the Cut of a split into pieces of at most `size` tokens. marks: of its tokens."""
+    """Cut a split into pieces of at most `size` tokens. marks: the marks of its tokens."""
     starts = np.flatnonzero(marks & FIRST)
     ends = np.append(starts, len(marks))[1:]
     is_long = ends - starts > size
@@ -51,18 +51,18 @@ def cut_at_turns(marks, size):
 
 
 def lengths_of(pieces):
-    """Return the tokens of each piece, (n,)."""
+    """Return the number of tokens of each piece, (n,)."""
     return (pieces[:, 1] - pieces[:, 0]) + (pieces[:, 3] - pieces[:, 2])
 
 
 def pack(lengths, size):
     """
-    Return (order, edges): row k consists of the pieces order[edges[k]:edges[k + 1]], at most `size`
-    tokens in total. Each piece, the longest first, goes into the row with the least room that still
-    holds it.
+    Pack pieces into rows of at most `size` tokens, best fit decreasing: each piece, the longest
+    first, goes into the row with the least room that it fits. Return (order, edges): row k consists
+    of the pieces order[edges[k]:edges[k + 1]].
     """
     rows_with = [[] for _ in range(size + 1)]  # the rows with n tokens of room
-    rooms = 0                                  # bit n: is there such a row?
+    rooms = 0                                  # bit n: whether there is such a row
     row_of, count = np.empty(len(lengths), np.int64), 0
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
@@ -87,7 +87,7 @@ def read_rows(tokens, marks, rows, seq_len, padding):
     padding: the token that fills a row. Only tokens marked as TARGET are targets; the others are
     NO_TARGET, or BEGINS where a conversation or the padding begins.
     """
-    import torch  # here: preparing, and its worker processes, start without it
+    import torch  # here, so that preparation and its worker processes start without it
     inputs = np.full((len(rows), seq_len + 1), padding, np.int64)
     targets = np.full((len(rows), seq_len + 1), NO_TARGET, np.int64)
     begins = np.zeros((len(rows), seq_len + 1), bool)

@@ -1,18 +1,18 @@
 """
 Minimal pairs from the built-in stories: two texts that differ in one place, of which one is right.
-A model passes a pair if it finds the right text likelier; without knowledge it passes half of
-them. It need not answer questions, so that a base model can be tested.
+A model passes a pair if it assigns the right text a higher probability; a model without knowledge
+passes half of the pairs. No questions are asked, so a base model can be tested.
 After BLiMP, https://arxiv.org/abs/1912.00582
 
 The right text is the beginning of a story of engine/text/stories.py, up to the end of the sentence
-with the place. The kinds of mistakes in the wrong text:
+that contains the place. The kinds of mistakes in the wrong text:
 
     agreement  a pronoun of the other sex than the child's ("Lily ... He played with a dog"), or a
                noun in the wrong number ("three big dog", "a big dogs")
     order      two words of a sentence swapped ("a duck small named Pip")
-    reference  a name, toy or place that the story mentioned before, replaced by another one of the
-               grammar's list ("went to the park. At the lake, ..."), or the child and its friend
-               confused ("Pip and Pip went to the park")
+    reference  a name, toy or place that the story mentioned before, replaced by another one from
+               the same list of the grammar ("went to the park. At the lake, ..."), or the child and
+               its friend confused ("Pip and Pip went to the park")
 """
 import random
 import re
@@ -44,8 +44,8 @@ def swapped(forms):
 
 HE = {"she": "he", "She": "He", "her": "his", "Her": "His"}
 PLURAL = plurals()
-# {right word: wrong word}, which take turns: a model that prefers one form in all texts, such as
-# the singular, is right in half of them.
+# Tables {right word: wrong word}. They alternate, so a model that prefers one form in all texts,
+# such as the singular, is right in half of them.
 WRONG_FORMS = HE, swapped(HE), PLURAL, swapped(PLURAL)
 
 
@@ -58,8 +58,8 @@ def wrong_forms(text, facts, turn, rng):
 
 
 def wrong_order(text, facts, turn, rng):
-    # Two neighbors without capitals are no names and in one sentence. A lookahead finds the second
-    # word, so that the next match can begin with it.
+    # Two adjacent words without capitals are not names, and are in one sentence. A lookahead finds
+    # the second word, so that the next match can begin with it.
     found = re.finditer(r"(?<= )([a-z]+)(?= ([a-z]+)\b)", text)
     return [(m.start(1), m.end(2), f"{m[2]} {m[1]}") for m in found if m[1] != m[2]]
 
@@ -69,8 +69,8 @@ def wrong_reference(text, facts, turn, rng):
 
 
 def replaced(text, facts, rng):
-    """What the story has mentioned, replaced by another word of its list."""
-    lists = {"hero": "boy_name" if facts["boy"] else "girl_name"}  # others are named as their rule
+    """Replace a repeated mention of a name, toy or place by another word of its list."""
+    lists = {"hero": "boy_name" if facts["boy"] else "girl_name"}  # other lists: the rule itself
     found = []
     for rule in "hero", "friend", "toy", "place":
         word = facts[rule]
@@ -81,7 +81,7 @@ def replaced(text, facts, rng):
 
 
 def confused(text, facts):
-    """The child's name for the friend's, and the other way round, once the story has named both."""
+    """Swap the child's name with the friend's or vice versa, once the story has named both."""
     hero, friend = facts["hero"], facts["friend"]
     other = {hero: friend, friend: hero}
     names = list(re.finditer(rf"\b({hero}|{friend})\b", text))
@@ -96,21 +96,21 @@ KINDS = tuple(MISTAKES)
 # ---- pairs ---------------------------------------------------------------------------------------
 
 def sentence_ends(facts):
-    """Return the index after each sentence of a story, in order. facts: see write_with_facts."""
+    """Return the index after each sentence of a story, in order. facts: see write_with_facts()."""
     ends, at = [], -1
     drawn = {key: text for key, text in facts.items() if isinstance(key, tuple)}
     for (outer, rule), text in drawn.items():
-        # Each rule of the story is a sentence but for the plot, whose rules are sentences.
+        # Each rule in `story` is a sentence, except `plot`, whose rules are sentences.
         if outer in ("story", "plot") and rule != "plot":
-            at += 1 + len(text)  # a space is between sentences
+            at += 1 + len(text)  # 1: the space between sentences
             ends.append(at)
     return ends
 
 
 def write(count):
     """
-    Yield `count` pairs of each kind, {"good": text, "bad": text, "kind"}. The kinds take turns. The
-    first pairs are the same for every count, and no two are of the same story.
+    Yield `count` pairs of each kind, {"good": text, "bad": text, "kind"}. The kinds alternate. The
+    first pairs are the same for every count, and each pair is from a different story.
     """
     number = 0
     for turn in range(count):

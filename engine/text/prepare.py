@@ -1,13 +1,13 @@
 """
-A source of text → a prepared folder in the cache, made once.
+Make a prepared folder of a text source, once, in the cache.
 
-    sources/       find_source: which files a source has
-    corpus.py      make_corpus: where the documents are, and which ones validate
-    vocabulary.py  make_vocabulary
-    encode.py      encode_parts: token ids, by worker processes; join_parts
-    prepared.py    load: the folder and its checks
+    sources/       find_source: find the files of a source
+    corpus.py      make_corpus: find the documents, and choose those of the validation split
+    vocabulary.py  make_vocabulary: train or load the vocabulary
+    encode.py      encode_parts: encode to token ids with worker processes; join_parts
+    prepared.py    load: load and check the folder
 
-Finished parts are kept in NAME.partial, so that the same command continues an interrupted one.
+Finished parts are kept in NAME.partial, so the same command continues an interrupted one.
 """
 import contextlib
 import dataclasses
@@ -36,15 +36,15 @@ from engine.text.vocabulary import (chat_template_of, check_vocabulary, file_nam
                                     make_vocabulary, usual_pieces, vocabulary_file)
 from tokenizer import Tokenizer
 
-MAX_VAL_BYTES = 5e6  # max bytes held out for validation, unless val_fraction is given
+MAX_VAL_BYTES = 5e6  # max bytes to hold out for validation, unless val_fraction is given
 
 
 @dataclasses.dataclass
 class Options:
     """
-    How a source is prepared: settings of data.py, which has a comment for each. urls: {name of a
-    download: URL of the folder of its files}; chat_template: the Jinja source by which
-    conversations are encoded, "": that of the vocabulary if it has one, else ChatML.
+    How to prepare a source: settings of data.py, which has a comment for each. urls: {name of a
+    download: URL of the folder of its files}; chat_template: the Jinja source that encodes
+    conversations; "": the vocabulary's template if it has one, otherwise ChatML.
     """
     vocab_source: str = "custom"
     vocab_size: int = 0
@@ -59,8 +59,8 @@ class Options:
     chat_template: str = ""
 
 
-# Options that the content of a prepared folder depends on, and their defaults. as_prepared accepts
-# a default with every prepared folder, except that of vocab_source, which it compares.
+# Options that determine the content of a prepared folder, and their defaults. as_prepared accepts
+# the defaults with every prepared folder, except for vocab_source, which it compares.
 NEUTRAL = {field.name: field.default for field in dataclasses.fields(Options)
            if field.name not in ("cache", "workers", "urls")}
 
@@ -71,15 +71,15 @@ class Job:
     source: Source
     options: Options
     vocab_file: Path  # file of the vocabulary; None if it is made for the text
-    vocab_goal: int   # size or max size of a vocabulary that is trained: an option's, or the usual
+    vocab_goal: int   # size or max size of a vocabulary to train: from the options, or the default
     name: str         # name of the prepared folder
 
 
 def prepare(source, *options, **named_options):
     """
-    Return the Path of the prepared folder of a source; make it first if it does not exist. The
-    options are the fields of Options. The number of workers changes no byte of the folder. Fails
-    with one line if the source cannot be prepared.
+    Return the Path of the prepared folder of a source. Make it first if it does not exist. The
+    options are the fields of Options. The folder is the same for any number of workers. Fails with
+    one line if the source cannot be prepared.
     """
     options = Options(*options, **named_options)
     cache = Path(options.cache)
@@ -103,7 +103,7 @@ def errors_in_one_line(source, cache):
         yield
     except Unfit as e:
         fail(e)
-    except BrokenPipeError:  # the reader of stdout has gone
+    except BrokenPipeError:  # the reader of stdout has closed it
         raise
     except OSError as e:
         is_full = e.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -114,7 +114,7 @@ def errors_in_one_line(source, cache):
 
 
 def text_bytes(source, cache="cache", column="text"):
-    """Return about how many bytes of text a source holds, without preparing it."""
+    """Return the approximate bytes of text in a source, without preparing it."""
     if is_prepared(source):
         meta = load(source).meta
         return meta["train_bytes"] + meta["val_bytes"]
@@ -124,8 +124,9 @@ def text_bytes(source, cache="cache", column="text"):
 
 def bytes_per_character(source, cache="cache", column="text"):
     """
-    Return about how many bytes of UTF-8 a character of a source has, by the beginnings of its first
-    files: 1 for English, 1.8 for Russian, 3 for Chinese. 1.0 for a source that is not of files.
+    Return the approximate bytes of UTF-8 per character of a source, measured on the beginnings of
+    its first files: 1 for English, 1.8 for Russian, 3 for Chinese. Return 1.0 for prepared data and
+    for a source without files.
     """
     if is_prepared(source):
         return 1.0
@@ -136,7 +137,7 @@ def bytes_per_character(source, cache="cache", column="text"):
 
 
 def source_files(source, cache, column="text"):
-    """Return file_stamps of a source that is a path of text files, [] of any other source."""
+    """Return file_stamps of a source that is a path of text files, or [] for any other source."""
     path = Path(source)
     if not path.exists() or is_prepared(path):
         return []
@@ -145,10 +146,10 @@ def source_files(source, cache, column="text"):
 
 def as_prepared(config, given, meta):
     """
-    Return {name: value} of the options in which `config` differs from the prepared folder
-    config.data, with the folder's values; {} if config.data is not a prepared folder. Fails if the
-    user set such an option, since it would have no effect. meta: the folder's meta.json; given:
-    names of the settings that the user set.
+    Return the options in which `config` differs from the prepared folder config.data, as {name: the
+    folder's value}, or {} if config.data is not a prepared folder. Fails if the user set such an
+    option, since it would have no effect. meta: the folder's meta.json; given: names of the
+    settings that the user set.
     """
     if not is_prepared(config.data):
         return {}
@@ -159,7 +160,7 @@ def as_prepared(config, given, meta):
             is_same = is_vocabulary(value, name in given, meta, config.cache)
         else:
             is_same = value in (found, neutral)
-            # A limit fits if the folder's vocabulary is within it.
+            # A max size is accepted if the folder's vocabulary is not larger.
             is_same |= name == "max_vocab_size" and value >= meta["vocab_size"]
         if is_same:
             continue
@@ -187,7 +188,7 @@ def is_vocabulary(source, is_given, meta, cache):
 
 
 def make_job(text, options):
-    """Return the Job for a source. Its name ends in a hash of all that the folder depends on."""
+    """Return the Job for a source. Its name ends in a hash of everything the folder depends on."""
     if not 0 <= options.val_fraction < 1:
         fail(f"--val_fraction={options.val_fraction}: expected a number between 0 and 1 "
              "(0: a tenth, at most 5 MB)")
@@ -211,12 +212,12 @@ def make_job(text, options):
         vocab_file = vocabulary_file(options.vocab_source, cache)
         identity = [*identity, Tokenizer.load(vocab_file).sha256()]
         vocab_name = vocab_file.stem
-    # Folders that exist must keep their names, so newer options add to the key only if given.
+    # Existing folders must keep their names, so newer options are in the key only if they are set.
     key = [VERSION, identity, vocab_name, options.vocab_size, goal, options.val_fraction or 0.1]
     if options.skip_bad:
         key.append("skip_bad")
     if options.max_vocab_size and not options.vocab_size:
-        key.append("vocab_most")  # the option's older name; its value is in the key as goal
+        key.append("vocab_most")  # the option's old name; its value is in the key as goal
     if options.max_text_bytes:
         key += ["text_most", options.max_text_bytes]
     if options.column != "text":
@@ -225,7 +226,7 @@ def make_job(text, options):
         key += ["chat_template", options.chat_template]
     may_be_limited = not source.is_exact or source.size > 10 * MAX_VAL_BYTES
     if not options.val_fraction and may_be_limited:
-        key.append("most")  # a tenth of the text may exceed MAX_VAL_BYTES, the limit
+        key.append("most")  # a tenth of the text may exceed the limit MAX_VAL_BYTES
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [source.name, f"{vocab_name}{options.vocab_size or ''}", digest]
     name = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
@@ -233,7 +234,7 @@ def make_job(text, options):
 
 
 def build(job, folder):
-    """Make a prepared folder, as folder.partial until it is complete."""
+    """Make a prepared folder. It is called NAME.partial until it is complete."""
     source, options = job.source, job.options
     partial = folder.with_name(folder.name + ".partial")
     (partial / "parts").mkdir(parents=True, exist_ok=True)
@@ -248,7 +249,7 @@ def build(job, folder):
                 corpus = make_corpus(source, options, options.val_fraction or 0.1, max_val_bytes,
                                      partial / "texts")
                 corpus.save(partial)
-            # Load it even if just made: its table of documents, rows.npy, is then memory-mapped.
+            # Load it even if it was just made, so that its table rows.npy is memory-mapped.
             corpus = load_corpus(partial)
             tokenizer = make_vocabulary(job, corpus, partial)
             encode_parts(corpus, partial, options.workers or cores())
@@ -256,9 +257,10 @@ def build(job, folder):
             if source.stamps and source.stamps != file_stamps(source.files):
                 raise changed_meanwhile(source.text)
             write_atomic(partial / "meta.json", json.dumps(meta, indent=1))
-            del corpus  # Windows removes no file that is mapped
+            del corpus  # Windows cannot delete a memory-mapped file
     except (Unfit, SystemExit):  # SystemExit: from fail()
-        # Start over next time. An OSError or Ctrl-C keeps the folder, and the command continues it.
+        # Start over next time. After an OSError or Ctrl-C the folder stays, and the same command
+        # continues it.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for name in "parts", "texts":
@@ -298,7 +300,7 @@ def assemble(job, corpus, folder, tokenizer):
     if corpus.whole_bytes:
         meta["whole_bytes"] = corpus.whole_bytes
     if job.source.stories:
-        _, size, bits, *_ = counts[1]  # of validation; bits: the information in its stories
+        _, size, bits, *_ = counts[1]  # of validation; bits: information content of its stories
         meta["floor_bpb"] = bits / size
         meta["entropy_bits_per_story"] = stories.entropy()
     return meta

@@ -1,4 +1,4 @@
-"""A prepared folder and its checks. data.py's docstring lists what is in it."""
+"""A prepared folder and its checks. data.py's docstring lists its files."""
 import dataclasses
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ SPLITS = "train", "val"
 META = {"vocab_size": int, "vocab_source": str, "tokenizer": str, "tokenizer_sha256": str,
         "dtype": str, "source": str, "fingerprint": str}
 META |= {f"{split}_{unit}": int for split in SPLITS for unit in ("tokens", "documents", "bytes")}
-# The same of conversations.
+# Types of further values that meta.json must have for conversations.
 CHAT_META = {"chat_template": str}
 CHAT_META |= {f"{split}_answer_{unit}": int for split in SPLITS for unit in ("tokens", "bytes")}
 CHECKED_AT_ONCE = 1 << 28  # .bin files of fewer bytes in total are read and checked on loading
@@ -29,9 +29,9 @@ CHECKED_AT_ONCE = 1 << 28  # .bin files of fewer bytes in total are read and che
 @dataclasses.dataclass
 class Prepared:
     """
-    A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids; masks: {split:
-    memory map of the marks of its tokens, uint8 (chat_template.py)} of conversations, else {};
-    chat: the Chat that encoded conversations, else None.
+    A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids; masks: for
+    conversations, {split: memory map of the marks of its tokens, uint8 (chat_template.py)},
+    otherwise {}; chat: the Chat that encoded the conversations, or None.
     """
     folder: Path
     meta: dict
@@ -43,14 +43,14 @@ class Prepared:
 
 
 def mask_name(split):
-    """Return the name, without .bin, of the file of marks of a split."""
+    """Return the name, without .bin, of the file with the marks of a split."""
     return f"{split}_mask"
 
 
 def is_prepared(folder):
     """
     Return whether data.py made a folder, even if some of its files are missing now. meta.json alone
-    is not enough, since a folder of texts may have one of its own.
+    is not enough, since a folder of texts may contain a meta.json of its own.
     """
     others = "train.bin", "val.bin", "tokenizer.model", "tokenizer.json"
     has_others = any(Path(folder, name).exists() for name in others)
@@ -61,9 +61,9 @@ def load(folder):
     """
     Return the Prepared of a folder. Fails if a file disagrees with meta.json.
 
-    It always checks file sizes and the hash of the vocabulary. If the .bin files have fewer than
-    CHECKED_AT_ONCE bytes, it also checks their hash and the range of the token ids, which takes
-    up to 0.2 s. In larger data, Dataset checks the ids of each batch.
+    Always check file sizes and the hash of the vocabulary. If the .bin files have fewer than
+    CHECKED_AT_ONCE bytes, also check their hash and the range of the token ids, which takes up to
+    0.2 s. In larger data, Dataset checks the ids of each batch.
     """
     folder = Path(folder)
     with reading(folder, "prepared data, a folder that data.py made", fail):
@@ -102,8 +102,8 @@ def map_file(folder, name, dtype, count):
 
 def read_meta(folder):
     """
-    Return the meta.json of a prepared folder. A damaged one raises errors of many types, which
-    `reading` turns into one line in `load`.
+    Return the meta.json of a prepared folder. A damaged one raises many types of errors, which
+    `reading` turns into a one-line message in `load`.
     """
     meta = read_json(Path(folder, "meta.json"))
     if meta["version"] != VERSION:
@@ -123,7 +123,7 @@ def read_meta(folder):
 
 
 def check_ids(folder, tokens, vocab_size):
-    """Return `tokens`, an array of ids. Fails if the vocabulary of the folder lacks one."""
+    """Return `tokens`, an array of ids. Fails if an id is not in the folder's vocabulary."""
     if (largest := int(tokens.max())) >= vocab_size:
         fail(f"{folder}: holds the token {largest}, expected ids below the vocabulary's size "
              f"{vocab_size}; delete it to prepare it anew")

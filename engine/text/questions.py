@@ -1,13 +1,13 @@
 """
 Questions about the built-in stories, each with exactly one right answer.
 
-A program that writes a story of engine/text/stories.py knows all that it drew for it, so it can ask
-who, what, where, when and how many, and knows the answers. A model that answers questions about
-stories that nobody wrote before has learned to read: it cannot have memorized the answers.
+The generator of a story (engine/text/stories.py) knows all random choices of the story, so it can
+ask who, what, where, when and how many, and knows the answers. A model that answers questions about
+unseen stories has learned to read: it cannot have memorized the answers.
 
-Training leaves out two sets of questions, so that a test shows what carries over: those of the
-kinds in NEW_KINDS, and those that ask for a word of NEW_WORDS. The stories that training reads do
-contain these words.
+Training leaves out two sets of questions, so that a test shows what generalizes: those of the kinds
+in NEW_KINDS, and those that ask for a word of NEW_WORDS. The training stories do contain these
+words.
 """
 import random
 import string
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from engine.text import stories
 
-TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories to pretrain on have another seed
-PER_TEXT = 4  # max questions in a conversation to train on
-LEARNED_LAST = "how many", "when"  # kinds: stories have several numbers and times to confuse
-# The rules of sentences that questions are asked about without the rest of the story.
+TRAIN_SEED, TEST_SEED = 7001, 7002  # of the stories; the stories for pretraining have another seed
+PER_TEXT = 4  # max questions in a training conversation
+LEARNED_LAST = "how many", "when"  # kinds learned last: a story has several numbers and times
+# Rules of the sentences that can be asked about without the rest of the story.
 SENTENCES = "opening", "likes", "companion", "pal", "outing", "scene", "looks"
 
 
@@ -31,10 +31,10 @@ def fields_of(*texts):
 @dataclass(frozen=True)
 class Question:
     """
-    rule: the rule of the grammar whose sentence holds the answer; wordings: texts of the question
-    that mean the same. A name in braces stands for a word. It is a rule that this sentence draws, a
-    rule that the grammar draws once in a story, or a key of the_child. A question is asked only if
-    there is a word for each name in the answer and in all wordings.
+    rule: the rule of the grammar whose sentence contains the answer; wordings: texts of the
+    question that mean the same. A name in braces stands for a word. It is a rule that this sentence
+    draws, a rule that the grammar draws once per story, or a key of the_child(). A question is
+    asked only if there is a word for each name in the answer and in all wordings.
     """
     kind: str
     rule: str
@@ -43,7 +43,7 @@ class Question:
 
     @property
     def asked(self):
-        """The names in the answer that are in no wording: those of the words asked for."""
+        """The names of the words asked for: those in the answer and in none of the wordings."""
         return fields_of(self.answer) - fields_of(*self.wordings)
 
 
@@ -89,11 +89,11 @@ def the_child(facts):
 
 def ask(facts, rng, sentences=None):
     """
-    Return [(kind, set, question, answer)] of all that can be asked about a story, in random order.
-    facts: as from stories.write_with_facts. Its keys are a rule that the grammar draws once in a
-    story, or a pair: the rule of a sentence and a rule that this sentence draws. sentences: the
-    rules of the sentences that the reader sees; None or empty: all. set: "known", "new words" or
-    "new kinds"; training has the known ones alone.
+    Return all questions about a story as [(kind, set, question, answer)], in random order. facts:
+    from stories.write_with_facts. A key is a rule that the grammar draws once per story, or a pair:
+    the rule of a sentence and a rule that this sentence draws. sentences: the rules of the
+    sentences that the reader sees; None or empty: all. set: "known", "new words" or "new kinds";
+    training has only the known ones.
     """
     found, once = [], {rule: text for rule, text in facts.items() if isinstance(rule, str)}
     for question in QUESTIONS:
@@ -115,7 +115,7 @@ def ask(facts, rng, sentences=None):
 
 
 def conversation(text, questions):
-    """Return {"messages": ...}: a text with the first question, its answer, then the others."""
+    """Return {"messages": ...}: a text with the first question, its answer, the other questions."""
     messages = []
     for _, _, question, answer in questions:
         asked = question if messages else f"{text} {question}"
@@ -124,7 +124,7 @@ def conversation(text, questions):
 
 
 def some_sentences(facts, rng):
-    """Return {rule: text} of one to three sentences of a story, in its order."""
+    """Return {rule: text} of one to three sentences of a story, in the order of the story."""
     drawn = {key[1]: text for key, text in facts.items()
              if key[0] in ("story", "plot") and key[1] in SENTENCES}
     chosen = sorted(rng.sample(range(len(drawn)), rng.randint(1, 3)))
@@ -132,19 +132,20 @@ def some_sentences(facts, rng):
 
 
 def known_questions(facts, rng, sentences=None):
-    """Return what `ask` does, without what training leaves out."""
+    """Return the questions of `ask` without those that training leaves out."""
     return [question for question in ask(facts, rng, sentences) if question[1] == "known"]
 
 
 def training(count, short=False):
     """
-    Yield `count` conversations to train on, with known questions. Half of the texts, or all of them
-    if `short`, are one to three sentences of a story, where an answer is found sooner. They are
-    followed by up to PER_TEXT questions, those of the kinds in LEARNED_LAST before others.
+    Yield `count` training conversations with known questions. Half of the texts, or all of them if
+    `short`, are one to three sentences of a story, where an answer is easier to find. Up to
+    PER_TEXT questions follow, chosen with preference for the kinds in LEARNED_LAST.
 
-    The other texts are whole stories. Only an eighth of them has up to PER_TEXT questions: most of
-    these stand far from the story, and a small model learns less from them. The others have one, in
-    a quarter of all about the plot, which short texts lack. (doc/lab/chat.md)
+    The other texts are whole stories. Only an eighth of them have up to PER_TEXT questions: most of
+    these are far from the story, and a small model learns less from them. The others have one
+    question; in a quarter of all whole stories it is about the plot, which short texts lack.
+    (doc/lab/chat.md)
     """
     number = 0
     while count:
@@ -158,7 +159,7 @@ def training(count, short=False):
             asked = known[:PER_TEXT]
             rng.shuffle(asked)
         else:
-            whole = number // 2  # whole stories so far
+            whole = number // 2  # number of whole stories so far
             known = known_questions(facts, rng)  # in random order
             if whole % 4 == 0:
                 known = known_questions(facts, rng, ["plot"]) or known
@@ -171,9 +172,9 @@ def training(count, short=False):
 
 def testing(count):
     """
-    Yield `count` conversations to test with: each has one question about a whole story, its "kind"
-    and its "set". The kinds take turns. The stories have another seed than those of training. A
-    story without a question of the kind is skipped.
+    Yield `count` test conversations, each with one question about a whole story, its "kind" and its
+    "set". The kinds alternate. The seed of the stories differs from that of training. Stories
+    without a question of the kind are skipped.
     """
     number = 0
     for i in range(count):

@@ -1,13 +1,14 @@
 """
-A file of any kind → UTF-8 text. Plain UTF-8 is read where it is; anything else is copied once.
+Convert a file of any kind to UTF-8 text. Plain UTF-8 is read in place; any other file is copied
+once.
 
-    .gz .bz2 .xz .zst      unpacked; recognised by their first bytes, whatever their names
+    .gz .bz2 .xz .zst      unpacked; recognised by their first bytes, regardless of their names
     another encoding       converted if its bytes identify it for certain (engine/text/encodings.py)
-    .csv .tsv .parquet     the column of text is written to a .jsonl file (engine/text/tables.py)
-    .json                  a list of objects is converted like a table; a file with one object a
+    .csv .tsv .parquet     the text column is written to a .jsonl file (engine/text/tables.py)
+    .json                  a list of objects is converted like a table; a file with one object per
                            line is read like .jsonl
 
-A file of another kind raises Unfit, with a reason.
+Any other kind of file raises Unfit, with a reason.
 """
 import bz2
 import codecs
@@ -30,17 +31,17 @@ from engine.text.tables import (check_growth, column_names, find_column, from_cs
 from engine.untrusted import open_untrusted, reason
 
 HEAD = 1 << 16    # bytes that identify the kind of a file
-SAMPLE = 1 << 20  # bytes that identify its encoding
+SAMPLE = 1 << 20  # bytes that identify the encoding of a file
 PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # typical unpacked size / packed size
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
-# Suffixes of the files in a folder that are always read; has_documents examines TABLES and .json.
+# Suffixes of files in a folder that are always read; has_documents examines TABLES and .json first.
 DOCUMENTS = (".txt", *LINES, ".parquet")
-DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # unpacking a damaged file raises these
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # errors of unpacking a damaged file
 
 PLAIN = "; save it as plain text"
 UNPACK = "; unpack it first"
-BINARY = [  # a pattern of the first bytes; the kind of file, and what to do
+BINARY = [  # (pattern of the first bytes, "kind of file; what to do")
     (rb"\x89PNG\r\n", "a PNG image"), (rb"\xff\xd8\xff", "a JPEG image"), (rb"GIF8", "a GIF image"),
     (rb"II\*\0", "a TIFF image"), (rb"\{\\rtf", "an RTF document" + PLAIN),
     (rb"%PDF-", "a PDF document; pdftotext, for one, gets its text"),
@@ -57,7 +58,7 @@ BINARY = [  # a pattern of the first bytes; the kind of file, and what to do
      "packed by Zstandard, which Python reads from 3.14 on; unpack it first: zstd -d {path}"),
     (rb".{257}ustar", "a tar archive; unpack it first: tar xf {path}"),
 ]
-ZIPPED = [  # a name in a zip archive; the kind of file
+ZIPPED = [  # (name in a zip archive, "kind of file; what to do")
     (b"word/", "a Word document" + PLAIN), (b"xl/", "an Excel table; save it as CSV"),
     (b"ppt/", "a PowerPoint document"), (b"application/epub", "an EPUB book" + PLAIN),
     (b"application/vnd.oasis", "an OpenDocument file" + PLAIN), (b"data.pkl", "a PyTorch file"),
@@ -72,7 +73,8 @@ def open_unpacked(path):
     """
     Open a file and return (stream of its unpacked content, raw file).
 
-    The position of the raw file shows the progress. Both are one object if the file is not packed.
+    The position of the raw file shows the progress. Both are the same object if the file is not
+    packed.
     """
     raw = open_untrusted(path)
     magic = raw.read(6)
@@ -96,7 +98,7 @@ def is_packed(path):
 
 
 def quoted(path):
-    """Return a path as a shell needs it."""
+    """Return a path quoted for a shell."""
     return shlex.quote(str(path))
 
 
@@ -109,13 +111,13 @@ def first_bytes(path):
             while len(found) < HEAD and (more := content.read(HEAD - len(found))):
                 found += more
         except DAMAGED:
-            if content is raw:  # not packed: an error of the disk
+            if content is raw:  # not packed: a disk error
                 raise
     return found
 
 
 def binary_format(first, path):
-    """Name the binary format of a file from its first bytes; "" if it may be text."""
+    """Name the binary format of a file from its first bytes. Return "" if it may be text."""
     if first.startswith(b"PK\x03\x04"):
         words = next(words for name, words in ZIPPED if name in first)
     else:
@@ -124,7 +126,7 @@ def binary_format(first, path):
 
 
 def suffix(path):
-    """Return the suffix in lower case, without a packing's: .csv for a.CSV.gz, .txt for a.gz."""
+    """Return the suffix in lower case, ignoring compression: .csv for a.CSV.gz, .txt for a.gz."""
     path = Path(Path(path).name.lower())
     return (Path(path.stem).suffix or ".txt") if path.suffix in PACKED else path.suffix
 
@@ -142,8 +144,8 @@ def has_documents(path, column):
     """
     Return whether to read a file of a folder as documents, judged by its suffix.
 
-    Tables and .json must also have the column of text; if that cannot be found out, return True,
-    so that `readable` reports the error.
+    Tables and .json must also have the text column; if that cannot be determined, return True, so
+    that `readable` reports the error.
     """
     end = suffix(path)
     if end not in (*TABLES, ".json"):
@@ -165,7 +167,7 @@ def first_characters(first):
     """
     Decode the first bytes of a file and remove the byte order mark.
 
-    Invalid bytes are left out, so the ASCII characters remain even if the file is not UTF-8.
+    Invalid bytes are dropped, so the ASCII characters remain even if the file is not UTF-8.
     """
     name = encoding(first) if b"\0" in first else "utf-8"
     return first.decode(name or "utf-8", "ignore").lstrip("\ufeff")
@@ -173,8 +175,8 @@ def first_characters(first):
 
 def first_text(path):
     """
-    Return the characters that the first HEAD bytes of a file stand for, with JSON's \\uXXXX as
-    characters; "" if they are not text.
+    Decode the first HEAD bytes of a file, including the \\uXXXX escapes of JSON. Return "" if the
+    bytes are not text.
     """
     first = first_bytes(path)
     text = None if b"\0" in first else decoded(first, "utf-8")
@@ -194,14 +196,14 @@ def is_list(text):
 
 def readable(path, copy, column, scan):
     """
-    Return (path of a UTF-8 .txt or .jsonl file, what scan(path) returned, what was done, in words).
+    Return (path of a UTF-8 .txt or .jsonl file, result of scan(path), what was done, in words).
 
     The path is that of the file itself or of a copy. copy: path of the copies without their
     suffixes. Raises Unfit for a file without text, OSError for one that cannot be opened or copied.
     """
     try:
         return read_any(path, copy, column, scan)
-    except Exception as e:  # packages that read such files raise anything for a damaged one
+    except Exception as e:  # for a damaged file, packages may raise any type
         if isinstance(e, Unfit) or isinstance(e, OSError) and e.errno:
             raise
         raise Unfit(f"cannot be read ({reason(e)})",
@@ -209,7 +211,7 @@ def readable(path, copy, column, scan):
 
 
 def read_any(path, copy, column, scan):
-    """Do the work of `readable`. A damaged file may raise anything."""
+    """Do the work of `readable`. A damaged file may raise any exception."""
     here, done = path, []  # the newest copy, and how it was made
 
     def step(words, new):
@@ -239,11 +241,11 @@ def read_any(path, copy, column, scan):
             new = read(here, column, f"{copy}.jsonl")
         step(*new)
     elif in_lines and here.suffix != ".jsonl":
-        # `scan` recognises lines of JSON by the suffix .jsonl alone: link that name to the file.
+        # `scan` recognises lines of JSON only by the suffix .jsonl: link such a name to the file.
         here = Path(f"{copy}.jsonl")
         try:
             os.symlink(path.resolve(), here)
-        except OSError:  # Windows lets only some users make links
+        except OSError:  # Windows allows only some users to create links
             shutil.copyfile(path, here)
     try:
         found = scan(str(here))
@@ -281,7 +283,7 @@ def convert(path, name, problem, copy):
         start = max(0, problem.offset - SAMPLE // 2)
         f.seek(start)
         sample = f.read(SAMPLE)
-    # Skip the first line of a sample that begins inside the file: it may be cut.
+    # Skip the first line of a sample that begins inside the file: it may be incomplete.
     found = encoding(sample[sample.find(b"\n") + 1:] if start else sample)
 
     def other_file(end):

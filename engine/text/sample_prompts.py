@@ -1,6 +1,6 @@
 """
-Choose the prompt for the samples of a training: the beginning of a line of its validation text, or
-a question of its validation conversations.
+Choose the prompt for the samples of a training run: the beginning of a line of its validation text,
+or a question of its validation conversations.
 """
 import collections
 import re
@@ -12,11 +12,11 @@ from engine.formats.chat_template import FIRST, TARGET
 from engine.streams import one_line, width
 
 MAX_WIDTH = 24     # max columns of a prompt in a terminal; a Chinese character has two
-MIN_WIDTH = 8      # a prompt ends before a punctuation mark that has at least so many columns
-                   # before it
+MIN_WIDTH = 8      # a prompt ends at the first punctuation mark if at least this many columns
+                   # precede it
 MAX_QUESTION = 80  # max columns of a question
 MAX_TRIED = 20     # max documents or conversations to look at
-HELLO = "Hello"    # the prompt if there is no short question
+HELLO = "Hello"    # the prompt if no question is short enough
 SEARCHED = 1 << 16  # tokens of validation text to search for documents
 SEARCHED_CHATS = 1 << 18  # tokens of validation conversations to search for a question
 # text up to the first punctuation mark
@@ -25,10 +25,10 @@ CLAUSE = re.compile(r"[^,.;:!?…，。；：！？、]+")
 
 def choose(prepared, context):
     """
-    Return a prompt of one line without "|", which has at most half as many tokens as the context
-    (`context`). Of a text it is the beginning of a line of its validation split that looks like the
-    training text, "" if no line can be used; of conversations the first question that can be used,
-    otherwise HELLO.
+    Return a prompt of one line without "|", of at most half of the context. context: its length in
+    tokens. For a text, the prompt is the beginning of a line of the validation split that looks
+    like the training text, or "" if no line is usable. For conversations, it is the first usable
+    question, or HELLO.
     """
     if prepared.masks:
         return first_question(prepared, context)
@@ -46,8 +46,8 @@ def choose(prepared, context):
 def lines_to_begin(prepared, max_tokens=1000):
     """
     Return lines of the validation split whose beginnings may be prompts: the first line of each
-    document, then those of its later paragraphs, then the others. A single document may begin
-    within a sentence, where the text was split. So its first line comes last.
+    document, then the first lines of its later paragraphs, then the others. A single document may
+    begin within a sentence, where the text was split, so its first line is the last choice.
     """
     tokens, tokenizer = np.asarray(prepared.val[:SEARCHED]), prepared.tokenizer
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
@@ -67,11 +67,11 @@ def lines_to_begin(prepared, max_tokens=1000):
 
 def typical(prompts, known):
     """
-    Return the first of the prompts that looks like the text `known`: code, headings, tables and
-    lines in another script are passed over, unless the text is made of them. It begins with a
-    character of the kind with which lines begin that have most of the text, and half of the prompts
-    or more have a less similar mix of kinds. Both count bytes: a Chinese character says as much as
-    some Latin letters, and has three bytes.
+    Return the first of the prompts that looks like the text `known`. This skips code, headings,
+    tables and lines in another script, unless the text consists of them. The prompt begins with the
+    usual kind of character: the kind that begins the lines with most of the text. Of the prompts
+    that do, its distance from the text in the mix of kinds is at most the median. Both measures
+    count bytes: a Chinese character says as much as several Latin letters, and has three bytes.
     """
     lines_of = collections.Counter()
     for line in map(str.strip, known.split("\n")):
@@ -86,7 +86,7 @@ def typical(prompts, known):
 
 
 def kind(character):
-    """Return the script of a letter, "digit", "mark", or "" of white space and of no character."""
+    """Return the script of a letter, "digit", "mark", or "" for white space or an empty string."""
     if not character.strip():
         return ""
     if character.isalpha():
@@ -95,7 +95,7 @@ def kind(character):
 
 
 def shares(text):
-    """Return {kind: share of the bytes} of a text without its white space, as a Counter."""
+    """Return {kind: fraction of the bytes} of a text without its white space, as a Counter."""
     found = collections.Counter()
     for character, count in collections.Counter(text).items():
         found[kind(character)] += count * len(character.encode(errors="replace"))
@@ -106,8 +106,8 @@ def shares(text):
 def beginning(line):
     """
     Return the beginning of a line, up to a punctuation mark, at most MAX_WIDTH columns. Return ""
-    if it has damaged bytes, control characters, no letter or digit, or "|", which separates
-    prompts.
+    if it contains damaged bytes, control characters, or "|", which separates prompts, or if it has
+    no letter or digit.
     """
     line = line.strip()
     clause = CLAUSE.match(line)
@@ -126,26 +126,26 @@ def beginning(line):
 def first_question(prepared, context):
     """
     Return the first question of a validation conversation that is one line of at most MAX_QUESTION
-    columns, HELLO if there is none.
+    columns, or HELLO if there is none.
     """
     chat, marks = prepared.chat, np.asarray(prepared.masks["val"][:SEARCHED_CHATS])
     tokens = np.asarray(prepared.val[:len(marks)])
-    frame = chat.encode_prompt("x")  # what the chat template puts around a message
+    frame = chat.encode_prompt("x")  # the tokens that the chat template puts around a message
     for start in np.flatnonzero(marks & FIRST)[:MAX_TRIED]:
         asked = tokens[start:start + context // 2].tolist()
         answers = np.flatnonzero(marks[start:start + len(asked)] & TARGET)
         asked = asked[:answers[0]] if len(answers) else []
         text = chat.decode(between(asked, frame)).strip()
         is_line = width(text) <= MAX_QUESTION and "|" not in text and one_line(text) == text
-        # The prompt is encoded alone. That would give other tokens if a system prompt came before
-        # it, or if the template had changed it.
+        # The prompt is encoded alone. Its tokens differ if a system prompt preceded it, or if the
+        # template changed it.
         if text and is_line and chat.encode_prompt(text) == asked:
             return text
     return HELLO
 
 
 def between(ids, frame):
-    """Return ids without the first and the last ones that they share with `frame`."""
+    """Return `ids` without the common prefix and the common suffix with `frame`."""
     def common(a, b):
         equal = [x == y for x, y in zip(a, b)]
         return equal.index(False) if False in equal else len(equal)

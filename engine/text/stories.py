@@ -5,12 +5,12 @@ stories.txt has the rules. A rule is a name and its alternatives, each with the 
 alternative contains
 
     [food]       an alternative of the rule `food`, drawn anew at each place
-    {toy}        the same, but drawn only once in a story and repeated later
-    {She|He}     the first for a story about a girl, the second about a boy, drawn once in a story
+    {toy}        the same, but drawn only once per story and repeated later
+    {She|He}     the first in a story about a girl, the second about a boy; drawn once per story
 
 The grammar is unambiguous: no text has two derivations, as tests/test_stories.py shows by parsing.
-So the probability of a story is the product of the probabilities of its draws, and -log2 of it is
-the minimal cost of the story in bits: a model that is trained on stories alone approaches this cost
+The probability of a story is therefore the product of the probabilities of its draws, and -log2 of
+it is the minimal cost of the story in bits: a model trained only on stories approaches this cost
 and cannot beat it. There are 10^47.1 different stories, 140.4 bits each on average.
 
 A story often repeats the names of its people and things, so that a model can show that it has
@@ -70,12 +70,12 @@ def symbols(text):
 
 RULES = read_grammar(GRAMMAR)
 BITS = {name: math.log2(len(alternatives)) for name, alternatives in RULES.items()}  # per draw
-CHARACTERS = "".join(sorted(set(GRAMMAR) - set("[]{}|_:\n")))  # that occur in stories
+CHARACTERS = "".join(sorted(set(GRAMMAR) - set("[]{}|_:\n")))  # all characters of stories
 
 
 def write(seed, number):
     """
-    Return (text, bits) of story `number` of a seed. The story depends on nothing else.
+    Return (text, bits) of story `number` of a seed. The story depends only on these two.
 
     bits: -log2 of the story's probability.
     """
@@ -85,9 +85,9 @@ def write(seed, number):
 
 def write_with_facts(seed, number):
     """
-    Return (text, bits, facts) of a story, see `write`. facts: what a reader can be asked about,
-    {rule: its text} for the rules in { }, {"boy": 0 or 1}, and {(rule, rule in its alternative):
-    the first text of that} for all draws, such as ("companion", "animal"): "duck".
+    Return (text, bits, facts) of a story, see `write`. facts: a dict of what questions can ask for:
+    {rule: its text} for the rules in { }, {"boy": 0 or 1}, and for all draws {(outer rule, drawn
+    rule): the first text drawn}, such as ("companion", "animal"): "duck".
 
     A hash is read as a number below 2^1024. Each draw takes its last digit in base n, for n
     alternatives, so a draw is uniform to 1 part in 2^700.
@@ -104,7 +104,7 @@ def write_with_facts(seed, number):
         return text
 
     def expand(sequence, outer):
-        """outer: the rule whose alternative the sequence is."""
+        """Return the text of a sequence of symbols, an alternative of the rule `outer`."""
         nonlocal digits, bits
         parts = []
         for symbol in sequence:
@@ -135,8 +135,8 @@ def measure(sequence, kept=frozenset()):
     Return {kept afterwards: (probability, number of derivations, probability x mean bits)} of all
     texts that a sequence of symbols derives.
 
-    kept: names of the rules that were drawn for { } before the sequence, and "boy" if a girl or boy
-    was drawn. Repetitions of them cost nothing.
+    kept: names of the rules in { } that were drawn before the sequence, and "boy" if girl or boy
+    was drawn. Repeating them costs nothing.
     """
     ways = {kept: (1.0, 1, 0.0)}
     for symbol in sequence:
@@ -154,7 +154,7 @@ def measure_one(symbol, kept):
     if isinstance(symbol, str) or symbol[1] in kept:
         return {kept: (1.0, 1, 0.0)}
     kind, rule = symbol
-    if kind == "|" and "boy" in kept:  # both sides measure the same: their rules are equally long
+    if kind == "|" and "boy" in kept:  # the same for both sides: their rules are equally long
         return measure(rule[0], kept)
     alternatives, name = (rule, "boy") if kind == "|" else (RULES[rule], rule)
     share, then = 1 / len(alternatives), {}

@@ -1,6 +1,6 @@
 """
-Describe a prepared text: lengths of documents, use of the vocabulary, copies; as tables, as a page
-of HTML, and as a picture.
+Describe a prepared text: lengths of documents, use of the vocabulary, repeated documents; as text
+tables, an HTML page and a picture.
 """
 import codecs
 import collections
@@ -23,7 +23,7 @@ COPIES = "documents that come more than once"
 
 
 def visible(text):
-    """Return a text of one line in which white space can be seen: ␣, and escapes such as \\n."""
+    """Return a text as one line with visible white space: ␣, and escapes such as \\n."""
     text = text.replace(SPACE, " ").replace(" ", "␣")
     return re.sub(r"\s", lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -32,8 +32,8 @@ def spelled(ids, pieces):
     """
     Return tokens as readable text, separated by |.
 
-    A token that ends inside a character is joined with the next ones, up to its end, as ⟨text⟩.
-    pieces: tokenizer.pieces().
+    A token that ends inside a character is joined with those that complete it, as ⟨text⟩. pieces:
+    tokenizer.pieces().
     """
     found, waiting, text = [], [], ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -51,7 +51,7 @@ def spelled(ids, pieces):
 
 
 def with_markers(ids, pieces):
-    """Return the text of tokens, in which control tokens are spelled. pieces: as for spelled."""
+    """Return the text of tokens, with control tokens spelled out. pieces: tokenizer.pieces()."""
     data = b"".join(bytes([int(piece[3:5], 16)]) if kind == BYTE else piece
                     for piece, _, kind in (pieces[i] for i in ids))
     return data.decode(errors="replace").replace(SPACE, " ")
@@ -61,7 +61,7 @@ def documents(tokens, bos_id):
     """
     Return (starts, ends) of the documents as positions in `tokens`. An end is exclusive.
 
-    A document starts at a BOS token, and the first one at 0.
+    A document starts at each BOS token; the first document starts at 0.
     """
     starts = np.flatnonzero(tokens == bos_id)
     if not len(starts) or starts[0]:
@@ -70,7 +70,7 @@ def documents(tokens, bos_id):
 
 
 def copies(tokens, starts, ends):
-    """Return (count, start, end) of each document that occurs repeatedly; of its first copy."""
+    """Return (count, start, end) of each repeated document; start and end are of its first copy."""
     counts, first = collections.Counter(), {}
     for a, b in zip(starts.tolist(), ends.tolist()):
         key = hash(tokens[a:b].tobytes())
@@ -82,10 +82,11 @@ def copies(tokens, starts, ends):
 def survey(splits, tokenizer, meta, starts=None):
     """
     Return {title: rows} of tables whose first row names the columns. For `picture`, the dict also
-    has "lengths", the tokens of each document of train, and "counts", the uses of each piece in it.
+    has "lengths", the tokens of each training document, and "counts", the uses of each piece in
+    the training split.
 
-    splits: {"train": tokens, "val": tokens}, all or a part of each; meta: of the prepared folder;
-    starts: {split: positions where documents start}, None: at BOS.
+    splits: {"train": tokens, "val": tokens}, all or a part of each; meta: the prepared folder's
+    meta.json; starts: {split: positions where documents start}; None: at each BOS.
     """
     pieces, found, columns = tokenizer.pieces(), {}, {}
     kinds = np.array([kind for *_, kind in pieces])
@@ -98,7 +99,7 @@ def survey(splits, tokenizer, meta, starts=None):
         counts, lengths = np.bincount(tokens, minlength=len(pieces)), ends - begins
         repeated = copies(tokens, begins, ends)
         fallback = f"{counts[kinds == BYTE].sum() / len(tokens):.2%}"
-        if tokenizer.kind != "sentencepiece":  # a byte vocabulary has nothing but bytes
+        if tokenizer.kind != "sentencepiece":  # a byte vocabulary consists of bytes only
             fallback = "every token is a byte" if tokenizer.kind == "byte" else "0.00%"
         columns[split] = {
             "tokens": f"{meta[f'{split}_tokens']:,}",
@@ -122,7 +123,7 @@ def survey(splits, tokenizer, meta, starts=None):
 
 
 def piece_tables(pieces, counts):
-    """Return {title: rows}: pieces by count, the most frequent, the longest of those used."""
+    """Return {title: rows}: pieces by count, the most frequent and the longest used pieces."""
     total = max(1, counts.sum())
 
     def table_of(ids):
@@ -149,7 +150,7 @@ def piece_tables(pieces, counts):
 
 
 def bins(lengths):
-    """Return the rows of a histogram; bin n is [2^n, 2^(n+1))."""
+    """Return the rows of a histogram with the bins [2^n, 2^(n+1))."""
     power = np.log2(np.maximum(lengths, 1)).astype(int)
     return [["tokens", "documents"],
             *([f"{1 << n:,} to {(2 << n) - 1:,}", int((power == n).sum())]
@@ -157,7 +158,7 @@ def bins(lengths):
 
 
 def table(rows):
-    """Return the lines of a table of text."""
+    """Return the lines of a text table."""
     rows = [[f"{cell:,}" if isinstance(cell, int) else one_line(" ".join(str(cell).split()))
              for cell in row] for row in rows]
     widths = [max(map(width, column)) for column in zip(*rows)]
@@ -165,13 +166,13 @@ def table(rows):
 
 
 def tables(found):
-    """Return the tables of survey's result that have rows below the names of the columns."""
+    """Return the tables in the result of `survey` that have rows below their header."""
     return {title: rows for title, rows in found.items()
             if isinstance(rows, list) and len(rows) > 1}
 
 
 def page(name, found):
-    """Return the tables as a self-contained HTML page. Bars show the numbers of column 2."""
+    """Return the tables as a self-contained HTML page. Bars show the numbers in column 2."""
     title = html.escape(name)
     parts = [f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
              f"<style>{STYLE}</style><h1>{title}</h1>"]

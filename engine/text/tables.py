@@ -1,13 +1,13 @@
 """
-Tables and JSON: the column that holds the text becomes a .jsonl file with one object a line.
+Tables and JSON: write the text column to a .jsonl file with one object per line.
 
-    .csv .tsv   a document a row; the first line names the columns
-    .parquet    a document a row
-    .json       a list of objects, a document each
-    (a row or object may hold a conversation instead: conversations.py)
-    .jsonl      an object a line; read where it is, by `jsonl_text`
+    .csv .tsv   one document per row; the first line names the columns
+    .parquet    one document per row
+    .json       a list of objects, one document per object
+    (a row or object may contain a conversation instead: conversations.py)
+    .jsonl      one object per line; read in place by `jsonl_text`
 
-Each from_* function returns (what was done, in words; path of the copy) and raises Unfit.
+Each from_* function returns (description of what was done, path of the copy) and raises Unfit.
 """
 import csv
 import io
@@ -21,25 +21,25 @@ from engine.text import conversations
 from engine.text.blocks import MAX_LINE, NotUTF8, Unfit, blocks, listed, progress
 from engine.untrusted import MAX_VALUES, SMALL_JSON, count_values, parse_json
 
-MAX_GROWTH = 200       # max bytes of text per byte of a file; for prose about 20 is usual
-GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH is not applied
+MAX_GROWTH = 200       # max bytes of text per byte of a file; about 20 is common for prose
+GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH does not apply
 ROWS = 256             # max rows of a Parquet table to read at once
-ROWS_SIZE = 1 << 27    # max bytes that these rows may need
+ROWS_SIZE = 1 << 27    # max bytes of these rows
 DELIMITERS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
-# Keys of records that may be meant as conversations.
+# Keys of records that are probably meant as conversations.
 TURNS = {"messages", "conversations", "conversation", "dialogue", "turns", "instruction"}
 
 
 # ---- columns -------------------------------------------------------------------------------------
 
 def column_names(column):
-    """Return the names that the text column may have. `text`, the default, also means `story`."""
+    """Return the names that the text column may have. The default `text` also allows `story`."""
     return ["text", "story"] if column == "text" else [column]
 
 
 def pick_column(names, column):
     """
-    Return the one of `names` that holds the text, or None. Outer blanks are ignored.
+    Return the name in `names` of the text column, or None. Outer blanks are ignored.
 
     Raises Unfit if several columns have that name.
     """
@@ -70,7 +70,7 @@ def find_column(start, column):
     Raises Unfit if several columns have the name of the text column.
     """
     header, names = start.lstrip("\ufeff").splitlines()[:1], []
-    # The first delimiter wins if there is only one column: a tab is the rarest in texts.
+    # With a single column, the first delimiter is used: a tab, the rarest of them in texts.
     for delimiter in DELIMITERS:
         fields = next(csv.reader(header, delimiter=delimiter, skipinitialspace=True), [])
         row = [name.strip() for name in fields]
@@ -85,8 +85,8 @@ def find_column(start, column):
 
 def write_lines(texts, column, copy, path):
     """
-    Write the texts of the table `path`, or its records of conversations, to the .jsonl file `copy`,
-    and return its Path.
+    Write the texts of the table `path`, or its records of conversations, to the .jsonl file `copy`.
+    Return the Path of the copy.
     """
     key = column_names(column)[0]
     with replacing(copy) as out:
@@ -114,9 +114,10 @@ class Dialect:
     """
     The notation of a table: its delimiter, and whether quotation marks enclose fields or are text.
 
-    Each line is checked against both readings; text fits if each line alone has all columns. The
-    reading that fits is taken. If both fit, `encloses` decides: a program that encloses fields
-    encloses each field with a mark in it, so a mark in a field without marks around it is text.
+    Each line is checked against both readings, and the one that fits is used. Marks can be text if
+    each line alone has all columns. If both readings fit, `encloses` decides: a program that
+    encloses fields encloses every field that contains a mark, so a mark in a field without marks
+    around it is text.
     """
 
     def __init__(self, header, column):
@@ -126,11 +127,11 @@ class Dialect:
         spaces = re.findall(re.escape(self.delimiter) + "( ?)", header)
         self.space_follows = bool(spaces) and all(spaces)  # a space follows each delimiter
         self.header_quoted = header.lstrip("\ufeff").startswith('"')
-        # Observations of the lines so far. Marks as text:
+        # Observations of the lines so far, if marks are text:
         self.lines_fit = True        # each line alone has all columns
         self.quote_begins = False    # a field begins with a mark
         self.quote_open = False      # a field begins with a mark and does not end with one
-        # Marks that enclose fields:
+        # Observations if marks enclose fields:
         self.quote_inside = False    # a field that is not enclosed has a mark in it
         self.row_spans = False       # a row has several lines
 
@@ -142,7 +143,7 @@ class Dialect:
         return fields if fields != [""] else []
 
     def observe_line(self, line):
-        """Update what is known of marks as text by a line, up to the first that does not fit."""
+        """Update the observations for marks as text, up to the first line that does not fit."""
         if not self.lines_fit:
             return
         fields = self.split(line)
@@ -152,10 +153,10 @@ class Dialect:
         self.quote_open |= any(len(field) == 1 or not field.endswith('"') for field in quoted)
 
     def observe_row(self, row, row_lines):
-        """Update what is known of marks that enclose fields by a row, and the lines it is from."""
+        """Update the observations for enclosing marks from a row and the lines that contain it."""
         self.row_spans |= len(row_lines) > 1
         if self.lines_fit and not self.quote_inside and len(row_lines) == 1 and '"' in row_lines[0]:
-            # A field with marks that the line has unchanged between two delimiters is not enclosed.
+            # A field with marks that is unchanged in the line, between delimiters, is not enclosed.
             d = self.delimiter
             line = d + d.join(self.split(row_lines[0])) + d
             self.quote_inside = any('"' in field and d + field + d in line for field in row)
@@ -164,7 +165,7 @@ class Dialect:
         """
         Return whether marks enclose fields, for a table that fits both readings.
 
-        Raises Unfit if rows of several lines make the difference and nothing shows which is right.
+        Raises Unfit if the readings differ in rows of several lines and neither can be ruled out.
         """
         unclear = self.row_spans and not self.quote_inside and not self.header_quoted
         if unclear and len(self.names) > 1:
@@ -175,7 +176,7 @@ class Dialect:
         return self.header_quoted or not self.quote_inside
 
     def words(self, enclosing):
-        """Describe the reading to the user."""
+        """Return a description of the reading for the user."""
         words = f"the column {self.names[self.index]!r} read"
         if len(self.names) > 1:
             words += f", one of {len(self.names)} separated by {DELIMITERS[self.delimiter]}"
@@ -193,7 +194,10 @@ class Dialect:
 
 
 def enclosed_texts(lines, dialect):
-    """Yield the text of each row after the header; marks enclose fields. The dialect observes."""
+    """
+    Yield the text of each row after the header if marks enclose fields. Updates the observations of
+    the dialect.
+    """
     row_lines = []
 
     def observed():
@@ -208,7 +212,7 @@ def enclosed_texts(lines, dialect):
         for row in reader:
             dialect.observe_row(row, row_lines)
             row_lines.clear()
-            # Surplus fields that are not empty mean that a delimiter in a text has cut it.
+            # Surplus fields that are not empty mean that a text contains a delimiter.
             if row and len(row) <= dialect.index or any(row[len(dialect.names):]):
                 raise dialect.unfit(1 + reader.line_num, dialect.wrong_count(row))
             yield row[dialect.index] if row else ""
@@ -217,7 +221,7 @@ def enclosed_texts(lines, dialect):
 
 
 def plain_texts(lines, dialect):
-    """Yield the text of each row after the header; marks are text."""
+    """Yield the text of each row after the header if marks are text."""
     for number, line in enumerate(lines, 2):
         dialect.observe_line(line)
         row = dialect.split(line)
@@ -234,7 +238,7 @@ def text_lines(path, bar):
 
 
 def from_csv(path, column, copy):
-    """Read a .csv or .tsv file. See Dialect for what quotation marks mean."""
+    """Read a .csv or .tsv file. Dialect determines what its quotation marks mean."""
     csv.field_size_limit(MAX_LINE)
 
     def read(texts):
@@ -261,7 +265,8 @@ def from_csv(path, column, copy):
     new, plain_problem = read(plain_texts)
     if plain_problem:
         raise problem or plain_problem
-    # Marks at the end of every field that begins with one do enclose fields: one has an error.
+    # If every field that begins with a mark also ends with one, marks do enclose fields, and the
+    # problem is an error in the file.
     if problem and not dialect.quote_open:
         raise problem
     return dialect.words(False), new
@@ -282,7 +287,7 @@ def from_list(path, column, copy):
                 at = re.compile(between).match(rest, at).end()
                 try:
                     record, end = decoder.raw_decode(rest, at)
-                except (ValueError, RecursionError):  # cut off by the block, or the end of the list
+                except (ValueError, RecursionError):  # cut at the block's end, or end of the list
                     break
                 count += 1
                 source, at = rest[at:end], end
@@ -294,7 +299,7 @@ def from_list(path, column, copy):
             too_many = len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES
             if len(rest) > MAX_LINE or too_many:
                 raise Unfit(f"object {count + 1} is longer than {MAX_LINE >> 20} MB, or no JSON")
-        if rest.strip() != "]":  # what follows the last object
+        if rest.strip() != "]":  # rest: the text after the last object
             raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}",
                         "expected a list of objects")
 
@@ -303,7 +308,7 @@ def from_list(path, column, copy):
 
 
 def jsonl_record(line, column, where):
-    """Return the JSON value in a line, bytes, of a .jsonl file. where: the line, for messages."""
+    """Return the JSON value in `line`, bytes of a .jsonl file. where: its place, for messages."""
     try:
         return parse_json(line)
     except ValueError as e:
@@ -311,21 +316,23 @@ def jsonl_record(line, column, where):
 
 
 def jsonl_text(line, column, number):
-    """Return the text, UTF-8 bytes, in a line of a .jsonl file."""
+    """Return the text in a line of a .jsonl file, as UTF-8 bytes."""
     where = f"line {number}"
     return checked_text(line, jsonl_record(line, column, where), column, where)
 
 
 def checked_text(source, record, column, where):
-    """Return the text, UTF-8 bytes, in a JSON value and its source, bytes or str. Raises Unfit."""
+    """
+    Return the text of a JSON value, as UTF-8 bytes. source: its JSON, bytes or str. Raises Unfit.
+    """
     refuse_doubled(source, column_names(column), where)
     return record_text(record, column, where)
 
 
 def refuse_doubled(source, names, where):
     """
-    Raise Unfit if a JSON object has one of the keys `names` twice: json would keep the last value
-    only.
+    Raise Unfit if a JSON object has one of the keys `names` twice: json would keep only the last
+    value.
 
     source: the object, bytes or str.
     """
@@ -339,7 +346,7 @@ def refuse_doubled(source, names, where):
 
 
 def record_text(record, column, where):
-    """Return the text, UTF-8 bytes, under the column's name in a JSON value. Raises Unfit."""
+    """Return the text under the column's name in a JSON value, as UTF-8 bytes. Raises Unfit."""
     if not isinstance(record, dict):
         found = json.dumps(record, ensure_ascii=False)[:40]
         raise no_text(f"{where} holds no object but {found}", column)
@@ -386,9 +393,9 @@ def from_parquet(path, column, copy):
     def texts():
         with progress("reading rows", table.metadata.num_rows, " rows") as bar:
             for group in range(table.metadata.num_row_groups):
-                # A dictionary stores a text once that all rows may share, so a row may need as much
-                # as its group. (The metadata of the column are more exact, but pyarrow aborts the
-                # process if they are damaged.)
+                # A Parquet dictionary stores a text that rows share once, so a single row may need
+                # as much memory as its group. (The metadata of the column are more exact, but
+                # pyarrow aborts the process if they are damaged.)
                 size = table.metadata.row_group(group).total_byte_size
                 rows = min(ROWS, max(1, ROWS_SIZE // max(1, size)))
                 for batch in table.iter_batches(rows, [group], names):
@@ -433,8 +440,8 @@ def parquet_column(schema, column):
 
 def holds_strings(kind):
     """
-    Return whether an Arrow type holds strings: in any layout, as a dictionary, or as bytes, which
-    older programs wrote.
+    Return whether an Arrow type contains strings: in any layout, as a dictionary, or as bytes,
+    which older programs wrote.
     """
     from pyarrow import types
     while types.is_dictionary(kind) or hasattr(kind, "storage_type"):

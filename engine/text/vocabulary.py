@@ -1,4 +1,4 @@
-"""The vocabulary of a text: trained on it, or that of other data or of another model."""
+"""The vocabulary of a text: trained on it, or loaded from other data or another model."""
 import math
 from pathlib import Path
 
@@ -13,19 +13,19 @@ from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_
                        train_tokenizer)
 
 MADE = ("custom", "bpe", "byte", "char")  # vocabularies that are made for the text
-MIN_PIECES = 320  # min --max_vocab_size: 259 specials and bytes, and some characters and merges
+MIN_PIECES = 320  # min --max_vocab_size: 259 special and byte tokens, some characters and merges
 
 
 def usual_pieces(size):
     """
-    Return the vocabulary size for `size` bytes of text: the power of two nearest to sqrt(size),
-    from 512 to 32768; 1024 for 1 MB, 32768 for 1 GB.
+    Return the default vocabulary size for `size` bytes of text: the power of two nearest to
+    sqrt(size), from 512 to 32768; 1024 for 1 MB, 32768 for 1 GB.
     """
     return min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
 
 
 def check_vocabulary(options):
-    """Fail if these prepare.Options do not describe a possible vocabulary."""
+    """Fail if these prepare.Options describe an impossible vocabulary."""
     source = options.vocab_source
     kind, _, argument = source.partition(":")
     if 0 < options.max_vocab_size < MIN_PIECES:
@@ -39,13 +39,13 @@ def check_vocabulary(options):
 
 
 def is_made(vocab_source):
-    """Return whether a vocabulary is made for the text, and not loaded from a file."""
+    """Return whether a vocabulary is made for the text, instead of loaded from a file."""
     return vocab_source.partition(":")[0] in MADE
 
 
 def vocabulary_file(vocab_source, cache):
     """
-    Return the path of a vocabulary that is not made from the text. Fails if there is no such file.
+    Return the path of a vocabulary that is not made for the text. Fails if there is no such file.
 
     It is tokenizer.model for llama2, the tokenizer of prepared data or of a Hugging Face folder, or
     the given path itself.
@@ -65,7 +65,7 @@ def vocabulary_file(vocab_source, cache):
 
 
 def chat_template_of(vocab_source):
-    """Return the chat template beside a vocabulary: of prepared data or a model's folder, or ""."""
+    """Return the chat template in a vocabulary's folder, prepared data or a model, or ""."""
     path = Path(vocab_source)
     if is_made(vocab_source) or not path.is_dir():
         return ""
@@ -101,8 +101,8 @@ def make_vocabulary(job, corpus, folder):
     """
     Return the Tokenizer of a preparation.
 
-    Load the one that an interrupted attempt stored in the folder; if there is none, make or load
-    one as job (a prepare.Job) says, and store it.
+    Load the one that an interrupted attempt stored in the folder. If there is none, make or load
+    one according to `job`, a prepare.Job, and store it.
     """
     if stored := stored_vocabulary(folder):
         return stored
@@ -121,7 +121,7 @@ def make_vocabulary(job, corpus, folder):
 
 
 def chat_of(name, corpus, vocabulary):
-    """Return the Chat of Conversations with a vocabulary. name: of the source, for messages."""
+    """Return the Chat that encodes Conversations. name: the source, for messages."""
     try:
         return Chat(corpus.chat_template, vocabulary)
     except ValueError as e:
@@ -129,7 +129,7 @@ def chat_of(name, corpus, vocabulary):
 
 
 def new_vocabulary(job, corpus, temporary):
-    """Train or load a vocabulary. temporary: path of a file that training writes."""
+    """Train or load a vocabulary. temporary: path of a temporary file that training writes."""
     if job.vocab_file:
         return Tokenizer.load(job.vocab_file)
     kind, _, pre_tokenizer = job.options.vocab_source.partition(":")
@@ -145,7 +145,7 @@ def new_vocabulary(job, corpus, temporary):
     is_exact = job.options.vocab_size > 0
     is_max = job.options.max_vocab_size > 0 and not is_exact
     sample, goal = corpus.sample(), job.vocab_goal
-    if isinstance(corpus, Conversations):  # room for its markers
+    if isinstance(corpus, Conversations):  # leave room for the markers of the chat template
         goal -= len(chat_of(job.source.text, corpus, Bytes()).tokenizer.control)
     if kind == "bpe":
         return train_byte_level(sample, goal, temporary, pre_tokenizer or "qwen2", is_exact)

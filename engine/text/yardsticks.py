@@ -1,6 +1,6 @@
 """
-Yardsticks for the loss of a model: what chance, token frequencies, gzip and xz need for the same
-validation text, in bits per byte. They tell whether a loss is normal.
+Yardsticks for the loss of a model: the bits per byte that chance, token frequencies, gzip and xz
+need for the same validation text. They show whether a loss is normal.
 """
 import gzip
 import lzma
@@ -11,7 +11,7 @@ import numpy as np
 from engine.formats.chat_template import TARGET
 
 MAX_TOKENS = 1 << 17  # max tokens of the validation text to compress; xz takes 0.3 s for them
-# {name: words}. "chance" gives all tokens the same probability.
+# {name: words}. "chance" assigns the same probability to all tokens.
 WORDS = {"chance": "chance", "unigram": "token frequencies", "gzip": "gzip", "xz": "xz"}
 
 OTHERS = "xz {xz}, gzip {gzip}, token frequencies {unigram}, chance {chance}"
@@ -28,10 +28,10 @@ SENTENCES = {
     "normal, with a floor": "normal: {loss} bits per byte is less than a compressor needs "
                             f"({OTHERS}; no model can beat {{floor}})",
 }
-# Validation loss / training loss above which a text counts as memorized, if it was read at least
-# MIN_EPOCHS times. Read once, the ratio of four texts was 1.00 to 1.27, as the two parts of a small
-# text differ; of 60 kB of Chinese it was 1.44 to 1.5 while the validation loss still fell, 1.6 when
-# it had stopped falling, and 8.5 after 18 readings without dropout.
+# Validation loss / training loss above which a text counts as memorized, after at least MIN_EPOCHS
+# epochs. After one epoch, the ratio for four texts was 1.00 to 1.27, because the two splits of a
+# small text differ. For 60 kB of Chinese it was 1.44 to 1.5 while the validation loss still fell,
+# 1.6 when it had stopped falling, and 8.5 after 18 epochs without dropout.
 MEMORIZED, MIN_EPOCHS = 1.5, 2
 GAP = ("; the validation loss is {gap} % above the training loss, as the model memorizes the "
        "text: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
@@ -39,7 +39,7 @@ LONGER = "; train longer, or try other rates with --lr_find"
 
 
 def predicted(dataset, split, count):
-    """Return those of the first `count` tokens of a split that a model predicts, (n,)."""
+    """Return the tokens that a model predicts among the first `count` tokens of a split, (n,)."""
     tokens = np.asarray(getattr(dataset, split)[:count])
     if dataset.masks:
         return tokens[dataset.masks[split][:count] & TARGET > 0]
@@ -48,18 +48,18 @@ def predicted(dataset, split, count):
 
 def measure(dataset):
     """
-    Return {name: bits per byte} of WORDS for the first MAX_TOKENS of the validation split, and for
-    the built-in stories "floor", which no model can beat.
+    Return {name: bits per byte} for the names of WORDS, measured on the first MAX_TOKENS of the
+    validation split. For the built-in stories, also return "floor", which no model can beat.
 
-    "unigram" knows how frequent each token is in training, and nothing else. Of conversations only
-    answers count, which alone are predicted. {} if the tokens have no text.
+    "unigram" knows only how frequent each token is in training. For conversations, only the answers
+    count, since only they are predicted. Return {} if the tokens have no text.
     """
     size = dataset.meta["vocab_size"]
     tokens = predicted(dataset, "val", MAX_TOKENS)
     text = dataset.tokenizer.decode(tokens.tolist()).encode(errors="replace")
     if not text:
         return {}
-    # Each token counts once more than it occurs, so that a token that training lacks is possible.
+    # Add-one smoothing: a token that is absent from training must not have probability 0.
     times = 1 + np.bincount(predicted(dataset, "train", 1 << 20), minlength=size)
     nats = math.log(times.sum()) - np.log(times[tokens]).mean()
     found = {"chance": dataset.bits_per_byte(math.log(size)),
@@ -72,12 +72,12 @@ def measure(dataset):
 
 
 def metrics(record):
-    """Return {metric: bits per byte} of the yardsticks for the first row of a run's log."""
+    """Return a run record's yardsticks as {metric: bits per byte}, for the first row of the log."""
     return {f"yardstick/{name}": bits for name, bits in record.get("yardsticks", {}).items()}
 
 
 def describe(found, vocab_size):
-    """Return yardsticks in words, for the table before a training."""
+    """Return the yardsticks in words, for the table before a training run."""
     shown = ", ".join(f"{words} {found[name]:.3g}" for name, words in WORDS.items())
     floor = f"; no model can beat {found['floor']:.3f}" if "floor" in found else ""
     return (f"bits per byte of the validation text: {shown}{floor}; chance is ln {vocab_size} = "
@@ -86,9 +86,9 @@ def describe(found, vocab_size):
 
 def judge(loss, found):
     """
-    Return (sentence, {name: text}): whether a loss is normal, as a text with {name} in the place of
-    each value, so that the page can translate it. loss: the best validation loss in bits per byte,
-    which is finite; found: what `measure` returned, not empty.
+    Return (sentence, {name: text}), which describe whether a loss is normal. The sentence has
+    {name} in the place of each value, so that the page can translate it. loss: the best validation
+    loss in bits per byte, finite; found: the result of `measure`, not empty.
     """
     values = {name: f"{bits:.3f}" if name == "floor" else f"{bits:.3g}"
               for name, bits in found.items()}
@@ -108,9 +108,10 @@ def judge(loss, found):
 
 def gap(row, meta):
     """
-    Return by how many percent the validation loss is above the training loss if that is far,
-    because the model memorizes the text, otherwise 0. row: {metric: value} of the last
-    evaluation; meta: of the prepared text. Of conversations only answers count, which are few: 0.
+    Return by how many percent the validation loss exceeds the training loss if the gap is so large
+    that the model memorizes the text, otherwise 0. row: {metric: value} of the last evaluation;
+    meta: meta.json of the prepared text. Return 0 for conversations, where only the answers count,
+    which are few.
     """
     losses = row.get("loss/val"), row.get("loss/train_eval")
     if "chat_template" in meta or None in losses or row.get("epoch", 0) < MIN_EPOCHS:
@@ -123,8 +124,8 @@ def gap(row, meta):
 
 def parts_of_answer(loss, found, row, meta):
     """
-    Return [(text, {name: text})]: the sentence of judge, and what follows it: a text learned by
-    heart, or what to do. loss, found: see judge; row, meta: see gap.
+    Return [(text, {name: text})]: the sentence of `judge`, and, if needed, a sentence about
+    memorization or about what to do. loss, found: see judge; row, meta: see gap.
     """
     text, values = judge(loss, found)
     if percent := gap(row, meta):
@@ -133,6 +134,6 @@ def parts_of_answer(loss, found, row, meta):
 
 
 def assess(loss, found, row, meta):
-    """Return whether a loss is normal, in words. row, meta: see gap."""
+    """Return a description of whether a loss is normal. row, meta: see gap."""
     parts = parts_of_answer(loss, found, row, meta)
     return "".join(text.format(**values) for text, values in parts)

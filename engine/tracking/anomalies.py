@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from engine.streams import console_notes
 
-# {prefix of metrics: (min, max, what a value outside means)}; the limits themselves are outside.
+# {prefix of metrics: (min, max, what a value outside means)}; the limits are exclusive.
 RANGES = {
     "norm/activation": (
         1e-4, 1e4, "the layer's output has vanished or exploded; check the norms and the "
@@ -30,7 +30,7 @@ RANGES = {
                   "check the learning_rate"),
 }
 
-# (title, text) of the alerts, with {name} in the place of each value, so that the page can
+# (title, text) of the alerts, with placeholders such as {name} for the values, so that the page can
 # translate them.
 NOT_FINITE = "{name} is {value}", "at iter {iter}"
 SLOW = "the speed has collapsed", "{value} tokens/s at iter {iter}, usual {usual}"
@@ -59,16 +59,16 @@ class AnomalyDetector:
     def __init__(self, noted=None):
         """
         noted: list of the prefixes of RANGES that were reported already; it is extended in place,
-        and a checkpoint keeps it. None: ranges are not checked, because the metrics are another
-        program's.
+        and a checkpoint keeps it. None: ranges are not checked, because the metrics are those of
+        another program.
         """
         self.noted = noted
         self.past = defaultdict(lambda: deque(maxlen=self.MEMORY))
 
     def out_of_range(self, row):
         """
-        Return rows of the table `notes`: each metric outside of RANGES, the first time for its
-        prefix, and each console whose writing failed since the last call.
+        Return rows of the table `notes`: the first metric outside of RANGES for each prefix, and
+        each of stdout and stderr that could not be written since the last call.
         """
         if self.noted is None:
             return []
@@ -89,8 +89,8 @@ class AnomalyDetector:
 
     def alerts(self, row):
         """
-        Return [Alert]: a loss or gradient norm that is not finite or far above the last ones, and a
-        speed below a third of the usual.
+        Return [Alert] for a loss or gradient norm that is not finite or far above the recent ones,
+        and for a speed below a third of the median.
         """
         alerts = []
         for name in self.WATCHED:

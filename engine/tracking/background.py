@@ -1,4 +1,4 @@
-"""A tracker in the background: its delays and failures do not hold up the training."""
+"""Run a tracker in the background, so that its delays and failures do not affect training."""
 import atexit
 import os
 import queue
@@ -14,15 +14,15 @@ from engine.tracking.follow import Tee
 from engine.tracking.process import ClientProcess, bytes_written, kill
 from engine.tracking.redact import redact
 
-MAX_WAITING = 10_000         # queued calls; a tracker that leaves more waiting is given up
+MAX_WAITING = 10_000         # max queued calls; a tracker with more is given up
 MIN_BYTES_PER_SEC = 125_000  # 1 Mbit/s: a slower upload of models is given up
 MIN_PROGRESS = 1 << 16       # bytes; a client that writes less within FINISH_SECONDS is given up
 
 
 class Background:
     """
-    A tracker and the thread that calls it. If the tracker raises an exception, it is given up with
-    one warning, and later calls do nothing.
+    A tracker and the thread that calls it. If the tracker raises an exception, it is given up:
+    one warning is printed, and later calls do nothing.
     """
 
     def __init__(self, name, tracker_class, session):
@@ -49,7 +49,7 @@ class Background:
     def work(self, session):
         """
         Start the tracker and pass the queued calls on to it; runs in the thread. A process receives
-        calls while its tracker still starts: if this program ends meanwhile, none is lost.
+        calls while its tracker still starts, so no call is lost if this program ends meanwhile.
         """
         try:
             if self.process:
@@ -84,7 +84,7 @@ class Background:
         self.started.set()
 
     def reason_of(self, error):
-        """Return the error that a process sent before it ended; else `error`, the broken pipe."""
+        """Return the error that a process sent before it ended, or `error` if it sent none."""
         self.started.wait()  # until confirm_start has read its answer
         try:
             if not self.ended:
@@ -129,7 +129,7 @@ class Background:
         if self.takes_console and isinstance(sys.stdout, Tee):
             sys.stdout, sys.stderr = sys.stdout.end(), sys.stderr.end()
         self.call("finish")
-        # Without a process there is only this thread, which would end with the program.
+        # Without a process, the tracker runs in a thread that would end with the program.
         must_wait = self.tracker_class.waits_at_end or not self.process
         if not self.ended:
             self.thread.join(3 if must_wait else 2)  # no message if it ends by then
@@ -160,7 +160,7 @@ class Background:
                   disable=not size, miniters=1, mininterval=refresh) as bar:
             while self.thread.is_alive() and not self.ended:
                 processes = self.process.processes() if self.process else []
-                # The bar leaves out processes[0]: its child, the client's service, does the upload.
+                # The bar excludes processes[0]: its child, the client's service, does the upload.
                 sent, now = bytes_written(processes[1:]), time.monotonic()
                 sent_before = sent if sent_before is None else sent_before
                 bar.update(max(0, min(sent - sent_before, size) - bar.n))
@@ -173,4 +173,4 @@ class Background:
                     self.give_up(f"it has not finished after {now - begin:.0f} s")
                 self.thread.join(0.5)
             if self.process and self.process.child and self.process.child.returncode == 0:
-                bar.update(size - bar.n)  # all is uploaded: fill the bar
+                bar.update(size - bar.n)  # everything is uploaded: fill the bar

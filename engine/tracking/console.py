@@ -11,8 +11,8 @@ import re
 import time
 from dataclasses import dataclass
 
-MAX_LINE = 10_000  # max characters that are read of a line
-MAX_OBJECT = 100_000  # max characters of a printed dict that are read
+MAX_LINE = 10_000  # max characters that are read from a line
+MAX_OBJECT = 100_000  # max characters that are read from a printed dict
 MAX_STEP = 2 ** 53  # larger floats skip integers, and W&B's steps are 64-bit integers
 
 
@@ -39,8 +39,8 @@ SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 def number(text):
     """
-    Return a printed number as a float, None for other text: 31500.0 for "31.5k" (see SCALES). Other
-    units are dropped: 12.3 for "12.3%", "12.3ms" and "12.3GB".
+    Return a printed number as a float, or None for other text: 31500.0 for "31.5k" (see SCALES).
+    Other units are dropped: 12.3 for "12.3%", "12.3ms" and "12.3GB".
     """
     match = SCALED.fullmatch(text.strip())
     if not match:
@@ -105,8 +105,8 @@ BARS = [verbose(bar) for bar in (
     r"""^\W*(?P<step>\d+)\s*/\s*(?P<steps>\d+)(?![\w/.])""")]                       # Keras 3, Rich
 # llama2.c, XGBoost
 LEADING_STEP = verbose(r"""^\[?(?P<step>\d+)(?:[\]:]\s+|\s*\|\s*)(?=[^\W\d])""")
-# [(pattern, substrings)]: a pattern is tried only if the line in lower case has one of them:
-# most lines then need no search. The first pattern that matches counts.
+# [(pattern, substrings)]: a pattern is tried only if the line in lower case has one of them, so
+# most lines need no search. The first pattern that matches counts.
 STEP_PATTERNS = [
     *((bar, ("/", "it ")) for bar in TQDM), (STEP, ("step", "it", "episode", "round")),
     *((bar, ("/",)) for bar in BARS), (BATCH, ("batch", "update")), (LEADING_STEP, ("]", ":", "|"))]
@@ -147,7 +147,7 @@ WORD = r"""[^\W\d][\w./@'-]{0,100}"""
 PAIR = verbose(rf"""\s* (?:[-+\d]\S*\s+)*                        # skip a time or a speed
     (?i:(?:and|with|at|info|debug|warning|warn|error)\s+)*
     (?P<name>{WORD}(?:\s{WORD}){{0,3}}) (?P<sign>\s*(?:[=-]>|[=:]+)\s*|\s+) (?P<value>{VALUE})""")
-# Searched in the rest of a field, after its PAIRs: here other text may surround `loss: value` and
+# Searched in the rest of a field, after its PAIRs, where other text may surround `loss: value` and
 # `name=value`.
 INSIDE_TEXT = verbose(rf"""
     (?i:(?<![\w/])(?P<known>(?:(?:train\w*|val\w*|test|eval\w*|average|avg|mean)\s)?
@@ -178,18 +178,18 @@ BAR_CUT = re.compile(r":?\s*(?<!\d)\d+%\|.*")
 
 @dataclass
 class ParsedLine:
-    """The metrics of a line, {name: float}, and its position in the run; None: not printed."""
+    """The metrics of a line, {name: float}, and its position in the run, None if not printed."""
     metrics: dict
     epoch: float = None
     step: int = None
     steps: int = None       # total number of steps
     bar: bool = False       # a progress bar, which is printed repeatedly
     split: str = ""         # name of an evaluation's split
-    ended: bool = True      # by a newline: no later text overwrites the line
+    ended: bool = True      # by a newline, so that no later text overwrites it
 
 
 def flat(tree, prefix="", depth=3):
-    """Yield (name, text of a value) of a JSON object; join nested names with slashes."""
+    """Yield (name, value as text) of a JSON object; join nested names with slashes."""
     for name, value in tree.items():
         if isinstance(value, dict) and depth:
             yield from flat(value, f"{prefix}{name}/", depth - 1)
@@ -198,7 +198,7 @@ def flat(tree, prefix="", depth=3):
 
 
 def members(text):
-    """Return [(name, text of a value)] of a JSON object or a printed dict, which may be cut off."""
+    """Return [(name, value as text)] of a JSON object or a printed dict, which may be cut off."""
     try:
         return list(flat(json.loads(text)))
     except (ValueError, RecursionError, AttributeError):
@@ -209,10 +209,10 @@ def members(text):
 
 def pairs(field, has_position):
     """
-    Return [(name, text of a value)] of a field, the text between two delimiters. A pair with a
-    sign, such as `name=value`, may be followed by other text. `name value` is returned only if the
-    field has no other text, and the name either is a known metric, or has at most two words and the
-    line has a step or epoch (has_position).
+    Return [(name, value as text)] of a field, the text between two delimiters. A pair with a sign,
+    such as `name=value`, may be followed by other text. `name value` is returned only if the field
+    has no other text, and the name either is a known metric, or has at most two words and the line
+    has a step or epoch (has_position).
     """
     found, end = [], 0
     while match := PAIR.match(field, end):
@@ -236,7 +236,7 @@ def pairs(field, has_position):
 
 
 def named_by_unit(text):
-    """Return [(name, text of a value)] of the fields that are a value with a telling unit."""
+    """Return [(name, value as text)] of the fields that hold only a value with a telling unit."""
     found = []
     for match in filter(None, map(NAMED_BY_UNIT.fullmatch, FIELDS.split(text))):
         name = match.lastgroup if match.lastgroup == "mfu" else f"perf/{match.lastgroup}"
@@ -245,14 +245,14 @@ def named_by_unit(text):
 
 
 def of_split(name, split):
-    """Return the name with its split, such as loss/val; keep a name that has a split already."""
+    """Append the split to a name, as in loss/val, unless the name has a split already."""
     return name if "/" in name else f"{name}/{split}"
 
 
 def with_our_names(metrics):
     """
-    Return {name: value} with the names of train.py for the metrics that it logs too. Of several
-    such metrics with the same name of ours, only the first gets it.
+    Return {name: value} with the names of train.py for the metrics that it logs too. If several
+    metrics map to the same name, only the first gets it.
     """
     renamed = {}
     for name, value in metrics.items():
@@ -260,9 +260,9 @@ def with_our_names(metrics):
         if name == "loss/train" and "runtime/train" in metrics:
             ours = "loss/train_mean"  # of all steps, in the Trainer's last dict
         elif name == "norm" and "lr" in metrics:
-            ours = "grad/norm"  # llm.c's; without a rate beside it, it may be the norm of anything
+            ours = "grad/norm"  # as in llm.c; without lr beside it, it may be another norm
         elif name == "mfu" and value == -100:
-            continue  # nanoGPT and llm.c: not known
+            continue  # nanoGPT and llm.c print -100 if it is unknown
         if ours != name and (ours in metrics or ours in renamed):
             ours = name
         renamed[ours] = value
@@ -270,7 +270,7 @@ def with_our_names(metrics):
 
 
 class Parser:
-    """Reads text piece by piece; newlines, carriage returns and backspaces end a line."""
+    """Reads text in chunks; newlines, carriage returns and backspaces end a line."""
 
     def __init__(self, patterns=(), interval=1.0):
         """
@@ -319,8 +319,8 @@ class Parser:
 
     def read(self, line, ended):
         """
-        Return a line as ParsedLine, or None if it has no metric. If such a line is about an epoch
-        or step, the counter keeps that for the lines that follow.
+        Return a line as ParsedLine, or None if it has no metric. If a line without metrics has an
+        epoch or step, the counter keeps that for the lines that follow.
         """
         line = line.replace("：", ":").replace("，", ", ")
         start = OBJECT_START.search(line)
@@ -354,7 +354,7 @@ class Parser:
         return None
 
     def words(self, text, has_position):
-        """Return [(name, text of a value)] of all fields; after `Val:` a loss is loss/val."""
+        """Return [(name, value as text)] of all fields; after `Val:` a loss is loss/val."""
         values, split = [], ""
         for field in FIELDS.split(text):
             if match := SPLIT.fullmatch(field):
@@ -393,7 +393,7 @@ class Parser:
         return found, rest
 
     def table(self, line):
-        """Return [(name, text of a value)] of a row under a header; keep a header's columns."""
+        """Return [(name, value as text)] of a row under a header; keep a header's columns."""
         if match := ROW.fullmatch(line.strip()):  # a table of two columns
             return [(match["name"], match["value"])]
         line = BAR_CUT.sub("", line).strip(" |│┃")
@@ -442,12 +442,12 @@ class Parser:
 class IterCounter:
     """
     Assigns an iter to each row. Iters never decrease. A line with other metrics of the same step
-    gets the same iter. Steps that start again, as in each epoch, continue from the last iter.
+    gets the same iter. If steps restart, as in each epoch, iters continue from the last one.
     """
 
     def __init__(self):
         self.iter, self.row = 0, {}   # the last iter and all its metrics
-        self.epoch = None             # printed last
+        self.epoch = None             # last printed epoch
         self.last_step_iter = None    # iter of the last row with a step
         self.measured = False         # a line without a step had a known metric, such as a loss
         # The current series of steps, such as those of an epoch: its first and last step, its total
@@ -483,7 +483,7 @@ class IterCounter:
         elif self.announced:
             found.step, self.announced_steps = self.announced.step, self.announced.steps
             if found.step == self.step:
-                self.series_epoch = self.epoch  # of the same series, whatever epoch it prints
+                self.series_epoch = self.epoch  # the same series, even if the epoch differs
         if found.step is None:
             found.metrics = with_our_names(found.metrics)
             return self.without_step(found)
@@ -491,7 +491,7 @@ class IterCounter:
             return self.evaluation(found)
         found.metrics = with_our_names(found.metrics)
         if found.bar and found.step == 0 and not found.ended:
-            return []  # a bar that begins still shows the metrics of the bar before it
+            return []  # a new bar still shows the metrics of the bar before it
         again = (found.step, self.epoch) == (self.step, self.series_epoch)
         if found.bar and again and not self.is_next_bar(found):
             self.bar_complete = found.ended and found.step == found.steps
@@ -511,7 +511,7 @@ class IterCounter:
         return rows
 
     def advance(self, found):
-        """Make this the current step; begin a new series if the steps start again."""
+        """Make this the current step; begin a new series if the steps restart."""
         starts_again = False
         if self.step is not None and found.step <= self.step:
             from_first = found.step < self.step and found.step <= self.first

@@ -1,5 +1,5 @@
 """
-Trackers: the class that each derives from, and the session that each gets.
+Trackers: the base class of all trackers, and the session that each receives.
 
 A tracker is a file in engine/tracking/trackers/ with a subclass of Destination. It defines
 __init__(session), log(row) and finish(failed), and may define others. doc/tracking.md shows one.
@@ -26,7 +26,7 @@ class Session:
     config: dict        # resolved settings without secrets
     run: dict           # {one of RUN_ENTRIES: value}; "id", "project" and "name" are always there
     step: float = 0     # keep rows of earlier sessions up to this iteration; 0: a new run
-    # last row that is kept of earlier sessions; {"tokens": -1}: a new run
+    # last row kept from earlier sessions; {"tokens": -1}: a new run
     last_row: dict = field(default_factory=dict)
     x: str = "tokens"   # metric on the x axis of charts
     tables: bool = True  # send tables of text
@@ -39,8 +39,8 @@ class Session:
 
 class Destination(abc.ABC):
     """
-    A tracker. It works in a process or a thread of its own, so a method may block or raise: the
-    training goes on, with one warning.
+    A tracker. It runs in its own process or thread, so a method may block or raise: the training
+    continues after one warning.
     """
     title = ""            # name in messages
     package = ""          # Python package of its client
@@ -62,7 +62,7 @@ class Destination(abc.ABC):
     def finish(self, failed=False):
         """End the run. failed: the process that logs has ended without finishing the run."""
 
-    # ---- what a tracker may also do: these are empty, not abstract
+    # ---- optional methods: empty, not abstract
     # ruff: noqa: B027
 
     def alert(self, title, text):
@@ -74,7 +74,7 @@ class Destination(abc.ABC):
     def console(self, stream, text):
         """
         Record text that the program printed to "stdout" or "stderr". Only one tracker of a run may
-        define this, and W&B does: each such tracker would wrap both streams.
+        define this, because each would wrap both streams; W&B does.
         """
 
     @classmethod

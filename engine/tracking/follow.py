@@ -1,4 +1,4 @@
-"""Record output: Tee that of this program; follow() runs another program and logs its metrics."""
+"""Tee records the output of this program; follow() runs another program and logs its metrics."""
 import codecs
 import contextlib
 import errno
@@ -74,7 +74,7 @@ def pass_on(data):
 
 
 class Warnings:
-    """Prints warnings to stderr, one of each kind. Failures to print are ignored."""
+    """Prints warnings to stderr, only the first of each kind. Failures to print are ignored."""
 
     def __init__(self):
         self.printed = set()
@@ -137,8 +137,8 @@ class Child:
 def follow(command, tracker, parser: Parser):
     """
     Run a command and log the metrics that it prints; return its exit code. Its output, input and
-    signals are passed on unchanged. A failure to print or to log costs one warning: the command
-    runs on.
+    signals are passed on unchanged. A failure to print or to log causes one warning, and the
+    command keeps running.
     """
     warn = Warnings()
     try:

@@ -24,7 +24,7 @@ TABLES = {  # {name: columns}
     "data": ["", "train", "val"],
     "pieces": ["piece", "times", "share"],  # the most frequent in the data
     "samples": ["prompt", "how", "text"],
-    "settings": ["setting", "before", "now"],  # settings that a resumed run changed
+    "settings": ["setting", "before", "now"],  # settings that changed when the run was resumed
     "notes": ["metric", "value", "what it means"],  # metrics outside their usual range
     "predictions": ["split", "input", "target", "p(target)",
                     "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
@@ -49,8 +49,8 @@ def read_rows(path):
 
 def rising_rows(out_dir):
     """
-    Return the rows of a run's log.jsonl as W&B stores them, with rising iterations: merge rows of
-    the same iteration, and leave out a row whose iteration is lower than that of the row before.
+    Return the rows of a run's log.jsonl as W&B stores them, with increasing iterations: merge rows
+    of the same iteration, and leave out a row whose iteration is lower than that of the row before.
     """
     rows = []
     for row in read_rows(Path(out_dir, "log.jsonl")):
@@ -84,8 +84,8 @@ def convert_row(row, table, histogram):
 
 def redact_row(row):
     """
-    Return a row with secrets redacted where they may come from the user: in the prompts of its
-    samples and in its changed settings. Text of the model or of the data is not changed.
+    Return a row with secrets redacted in the text that the user may have written: the prompts of
+    its samples and its changed settings. Text of the model or of the data is not changed.
     """
     tables, found = tables_of(row), dict(row)
     if "samples" in tables:
@@ -101,7 +101,7 @@ def redact_row(row):
 class Jsonl:
     """
     The writer of out_dir/log.jsonl and out_dir/config.json, the resolved settings. Each row gets
-    its "time" in Unix seconds and is written at once. While the disk fails, rows wait in memory. If
+    its "time" in Unix seconds and is written at once. While writing fails, rows wait in memory. If
     log.jsonl is deleted or moved during the run, both files are written again.
     """
 
@@ -110,7 +110,7 @@ class Jsonl:
         self.path = Path(out_dir, "log.jsonl")
         self.config = json.dumps(config, indent=1)
         write_atomic(self.path.with_name("config.json"), self.config)
-        # The last row of earlier sessions. -1: a new run has no row, not even one at 0 tokens.
+        # The last row of earlier sessions. A new run has none, not even one at 0 tokens: hence -1.
         self.last_row = {} if step else {"tokens": -1}
         if step and self.path.exists():
             rows = [row for row in read_rows(self.path) if row["iter"] <= step]

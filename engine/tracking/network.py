@@ -1,4 +1,4 @@
-"""Whether a tracker's server can be reached, before its client waits for it."""
+"""Check whether a tracker's server can be reached, before its client waits for it."""
 import socket
 import urllib.request
 from urllib.parse import urlsplit
@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 def proxy_of(url):
     """
-    Return the URL of the proxy that environment variables, such as https_proxy, name for a url; ""
-    if they name none.
+    Return the URL of the proxy for a url from environment variables such as https_proxy; "" if
+    there is no proxy.
     """
     parts = urlsplit(url)
     is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")

@@ -1,5 +1,5 @@
 """
-A tracker in a process of its own, which can be killed even while its client hangs.
+Run a tracker in its own process, which can be killed even while the client hangs.
 
 ClientProcess, in the program that logs, starts `track.py serve` and writes JSON lines to its
 stdin: first {"tracker", "session", "argv"}, then [method, *arguments] for each call. serve() writes
@@ -62,7 +62,7 @@ class ClientProcess:
         self.send([method, *arguments])
 
     def end(self):
-        """Wait for the answer to the call of finish, and for the exit. Raises as receive()."""
+        """Wait for the answer to the call of finish, and for the exit. Raises like receive()."""
         self.receive()
         self.child.wait()
 
@@ -73,8 +73,8 @@ class ClientProcess:
 
 def encodable(message):
     """
-    Return JSON data with "?" for each lone surrogate, which UTF-8 cannot encode. Python makes them
-    from bytes of a file's name that are not UTF-8.
+    Return JSON data with "?" in place of each lone surrogate, which UTF-8 cannot encode. Python
+    makes them from the bytes of a file name that are not UTF-8.
     """
     return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
 
@@ -85,8 +85,8 @@ def serve():
     ends without a call of finish, because that program has ended, finish the run as failed.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the client records prints
-    reason = repr  # until the tracker, which words its own errors, is known
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the client still records prints
+    reason = repr  # until the tracker, which formats its own errors, is known
 
     def answer(kind, content):
         with contextlib.suppress(OSError):

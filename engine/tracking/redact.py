@@ -3,7 +3,7 @@ Redaction of keys, tokens and passwords before settings, environment variables, 
 and the program's diff are logged. Text of a model or of the user's data is not redacted, and a
 checkpoint keeps its settings as they were given.
 
-The shapes of issuers' keys follow the rules of gitleaks (config/gitleaks.toml of
+The key formats of issuers follow the rules of gitleaks (config/gitleaks.toml of
 https://github.com/gitleaks/gitleaks) and the plugins of https://github.com/Yelp/detect-secrets.
 """
 import os
@@ -15,7 +15,7 @@ SECRET_NAME = re.compile(
     r"|subscription)?_?key|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d"
     r"|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat"
     r"|rediscli_auth|connection_?string)s?([-_]|$)")
-PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # a PLAIN_VALUE is secret here too
+PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # even a PLAIN_VALUE is secret
 PLAIN_VALUE = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
 EQUALS = r"[\"']?\s{0,3}[=:]\s{0,3}"
 WORD = r"[^\s\"',;]"
@@ -24,12 +24,12 @@ NOT_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)
            r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
 VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)"
          r"|[\"']?" + NOT_CODE + "(?P<word>" + WORD + "{6,}))")
-# Lookahead for what looks random: a letter and a digit, or 24 characters. This excludes words and
-# numbers; the first character excludes paths and <s>.
+# Lookahead for a random-looking value: a letter and a digit, or 24 characters. This excludes words
+# and numbers; the condition on the first character excludes paths and <s>.
 RANDOM = (rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]"
           rf"|{WORD}{{24}}))")
 HAS_DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
-PREFIXES = (  # of keys that hold a digit, by their issuers
+PREFIXES = (  # issuers' prefixes of keys; such a key must also have a digit
     r"hf_|api_org_|sk-|[sr]k_(?:live|test|prod)_|whsec_|gh[pousr]_|github_pat_"
     r"|gl(?:pat|ptt|dt|rt|cbt|ft|imt|soat|agent|oas|ffct)-|GR1348941|xox[a-z]-|xoxe\.|xapp-"
     r"|ABSK|bedrock-api-key-|AIza|ya29\.|GOCSPX-|LTAI|AKID|AKLT|wandb_v1_|eyJ|npm_|pypi-"
@@ -42,7 +42,7 @@ PREFIXES = (  # of keys that hold a digit, by their issuers
     r"|FLW(?:SECK|PUBK)_TEST-|AGE-SECRET-KEY-1|ops_eyJ|A3-[A-Z0-9]{6}-|ATATT3|ATCTT3|ATBB|AKCp"
     r"|cmVmd|AQVN|v1\.0-[0-9a-f]{24}-|dnkey-|p8e-|sha256~|CFPAT-|lob_"
     r"|access-(?:sandbox|development|production)-|(?:pat|sat)\.(?=[\w-]{22}\.)")
-WHOLE_KEYS = (  # keys that are known by their whole shape
+WHOLE_KEYS = (  # keys that are recognized by their complete format
     r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b|AIza[\w-]{35}|(?:hf_|api_org_)[A-Za-z]{34}\b"
     r"|(?:SK|AC)[0-9a-f]{32}\b|(?:pub)?key-[0-9a-f]{32}\b|[0-9a-f]{32}-us\d{1,2}\b"
     r"|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,70}"
@@ -53,7 +53,7 @@ IN_URL = (  # names of signatures and keys in the query of a URL
     r"(?:x-[a-z]{2,8}-)?(?:signature|credential|security-token)|sig|q-signature|policy|key-pair-id"
     r"|(?:aws|oss)accesskeyid|googleaccessid|auth|key|code|sas"
     r"|[\w-]{0,30}(?:token|secret|passw(?:or)?d|pwd|(?:api|access|subscription)[-_]?key|jwt)")
-# Secrets in a text. The named group that matches last is what is hidden.
+# Secrets in a text. The named group that matches last is hidden.
 SECRET_SHAPES = [re.compile(shape) for shape in (
     r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----"
     r"(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
@@ -89,7 +89,7 @@ HIDDEN = "***"
 
 
 def secret_values():
-    """Return the values of environment variables with names of secrets; PWD is the folder."""
+    """Return the values of environment variables with names of secrets, except PWD, the folder."""
     return [value for name, value in os.environ.items()
             if SECRET_NAME.search(name) and len(value) >= 8 and name != "PWD"]
 
@@ -115,8 +115,8 @@ def is_secret(name, value):
 
 def redact_words(words, secrets):
     """
-    Return the words of a command line with hidden secrets: --token VALUE, --token=VALUE,
-    TOKEN=VALUE, -u USER:VALUE, and those known by their shape.
+    Return the words of a command line with secrets hidden: --token VALUE, --token=VALUE,
+    TOKEN=VALUE, -u USER:VALUE, and those that match a shape.
     """
     found, before = [], ""
     for word in words:

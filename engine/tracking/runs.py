@@ -2,7 +2,7 @@
 Read the runs in folders: those of train.py and track.py, and those that the W&B client wrote.
 
 A run is an out folder with log.jsonl and config.json, or a folder of the W&B client
-(offline-run-..., run-...); any other folder stands for the runs in it.
+(offline-run-..., run-...); any other folder is searched for runs.
 """
 import hashlib
 import itertools
@@ -24,21 +24,21 @@ X = ("iter", "tokens", "time")
 LOSSES = ("loss/train", "loss/val", "bpb/val")
 SEEDS = ("seed", "random_seed", "data_seed")  # names of a seed among settings
 
-# Limits, because anyone may have written a log.
-MAX_METRICS = 1000    # of a run
+# Limits, because logs are untrusted.
+MAX_METRICS = 1000    # metrics of a run
 MAX_LINE = 1 << 23    # bytes of a line of a log; longer ones are skipped
-MAX_FILLED = 1 << 26  # NaNs of a run, which fill the gaps before and between a metric's values
+MAX_FILLED = 1 << 26  # NaNs of a run, which fill the gaps before and between its metrics' values
 MAX_NAME = 200        # characters of a metric's name
-MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items, characters, nesting
+MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # items, characters and nesting of settings
 MAX_DIFF = 1 << 24    # bytes of a diff.patch
-# The start of a change, in a diff.patch, to a file that no training reads.
+# Matches a file's part of a diff.patch if no training reads that file.
 NO_TRAINING = re.compile(rb"$|diff --git a/((tests|doc|bench|page|examples)/|\S*\.md )")
 CHUNK = 1 << 20       # bytes to read at once
-TAIL = 48             # last bytes read, to notice that the log has been rewritten
+TAIL = 48             # number of last bytes kept, to notice that the log has been rewritten
 
 
 def first_prompt(config):
-    """Return the first prompt of a run's samples, "" if its settings have none."""
+    """Return the first prompt of a run's samples, or "" if its settings have no prompt."""
     prompts = config.get("sample_prompt")
     return prompts.split("|")[0] if isinstance(prompts, str) and prompts != "auto" else ""
 
@@ -49,7 +49,7 @@ def encodable(text):
 
 
 def tame(value, depth=MAX_DEPTH):
-    """Return a JSON value from anyone, cut where it is too long, too large or too deep to show."""
+    """Return an untrusted JSON value, cut where it is too long, too large or too deep to show."""
     if isinstance(value, str):
         return encodable(value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}...")
     if isinstance(value, (dict, list)) and not depth:
@@ -72,7 +72,7 @@ def with_own_names(settings):
 
 def derived(config, folder):
     """
-    Return settings that config.json does not have in a form that compares: {"text_bytes": bytes of
+    Return settings that config.json does not have in a comparable form: {"text_bytes": bytes of
     text, "diff": checksum of the uncommitted change to the program}, if a run of train.py has them.
     """
     found, meta = {}, config.get("dataset")
@@ -97,14 +97,15 @@ class Run:
     A run, as far as its log has been read. Its numbers are kept in columns. Its tables, the
     values that are lists, stay in the log: only the positions of their lines are kept.
 
-    config: {setting: value}; names from earlier versions of the program are replaced by today's.
+    config: {setting: value}; names from earlier versions of the program are replaced by current
+        ones.
     count: number of rows.
     columns: {metric: array with a number for each row up to the last one that has the metric, NaN
         for a row without it}.
     tables: [(offset, size in bytes)] of the log's lines that contain tables.
     metrics: {name: last value}.
     evaluations: [{"iter" or loss: value}], one for each evaluation.
-    problem: what could not be read, in words; "" if all was.
+    problem: what could not be read, in words; "" if everything was read.
     is_foreign: whether the W&B client or another program than train.py wrote it.
     version: number that increases when settings change or the log has been rewritten.
     """
@@ -124,7 +125,7 @@ class Run:
 
     @property
     def seed(self):
-        """The seed of the run, None if its settings have none."""
+        """The seed of the run, or None if its settings have no seed."""
         found = (self.config[name] for name in SEEDS if name in self.config)
         return next((seed for seed in found if isinstance(seed, (int, float, str))), None)
 
@@ -264,12 +265,12 @@ class Run:
 
 
 def is_finite(value):
-    """Return whether a value is an int or float that float64 can hold, without NaN."""
+    """Return whether a value is an int or float between -1e300 and 1e300, so not NaN either."""
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def canonical(value):
-    """Return a setting for comparisons: W&B writes 0.0 as 0, which is the same setting."""
+    """Convert a whole float to an int for comparisons, because W&B writes 0.0 as 0."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -288,7 +289,7 @@ def read_run(folder):
             if not run.config and (run.problem or run.config_stamp is None):
                 raise ValueError(run.problem or "there is no config.json")
         if run.count:
-            run.results()  # fails here if at all, so that other runs can still be compared
+            run.results()  # if it fails, fail here: other runs can still be compared
     except ImportError:
         raise
     except Exception as e:  # the folder may hold anything
@@ -318,7 +319,7 @@ def read_wandb_run(folder):
 
 
 def run_folders(names):
-    """Return the folders of runs in each named folder, each once; if it has none, the folder."""
+    """Return the run folders in each named folder, each once; keep a named folder without runs."""
     found = {}
     for name in map(Path, names):
         logs = itertools.chain(name.rglob("log.jsonl"), name.rglob("*.wandb"))

@@ -1,4 +1,4 @@
-"""Which version of this program a run used: the git commit and what differs from it."""
+"""Record which version of this program a run uses: the git commit and the diff from it."""
 import contextlib
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.files import replacing
 from engine.tracking.redact import redact
 
-ROOT = Path(__file__).resolve().parents[2]  # of the program
+ROOT = Path(__file__).resolve().parents[2]  # folder of the program
 
 
 def git(*words):
@@ -27,7 +27,7 @@ def git_remote():
 
 
 def source_version():
-    """Return {"git_commit", "git_changed": whether files differ from it}; {} outside of git."""
+    """Return {"git_commit", "git_changed": whether files differ from it}; {} if git fails."""
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
         return {"git_commit": commit, "git_changed": bool(git("diff", "--stat", "HEAD"))}
@@ -37,9 +37,9 @@ def source_version():
 
 def keep_diff(out_dir, config):
     """
-    Write out_dir/diff.patch if the program differs from the commit that the configuration names,
-    unless git fails. All bytes but secrets stay as they are, so `git apply` takes the file,
-    whatever the user's settings of git are.
+    Write out_dir/diff.patch if the program differs from the commit in the configuration, unless git
+    fails. The options override the user's git settings, and all bytes except secrets are kept, so
+    that `git apply` accepts the file.
     """
     if config.get("git_changed"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -17,8 +17,9 @@ from engine.untrusted import read_json
 
 def sync(out_dir):
     """
-    Upload the client's folders that hold just what the server lacks, then the other rows from
-    log.jsonl. The server appends whatever it receives: a row that it has already would be doubled.
+    Upload the client's folders that hold exactly what the server lacks, then the other rows from
+    log.jsonl. The server appends all rows that it receives, and would duplicate a row that it has
+    already.
     """
     run = about(out_dir)
     if "id" not in run:
@@ -35,8 +36,8 @@ def sync(out_dir):
     count, last = known or (0, -1)
     missing = [row for row in rows if row["iter"] > last]
     folders, sent = [], 0
-    # The sum is smaller if the server lacks rows from before its last one: a folder may then hold
-    # rows that it has already.
+    # If the sum is smaller, the server lacks rows from before its last one, and a folder may hold
+    # rows that the server has already.
     if (missing or not known) and count + len(missing) == len(rows):
         folders, sent = matching_folders(existing_folders(run), missing, is_new=not known)
     if folders:
@@ -55,9 +56,9 @@ def sync(out_dir):
 
 def matching_folders(folders, rows, is_new):
     """
-    Return (folders, number of rows in them). A folder is taken if its rows are the next of `rows`,
-    after those of the folders taken before it. is_new: the server does not know the run, so folders
-    without rows are taken too.
+    Return (folders, number of rows in them). A folder is chosen if its rows are the next of `rows`,
+    after those of the folders chosen before it. is_new: the server does not know the run, so
+    folders without rows are chosen too.
     """
     found, count = [], 0
     for folder in folders:
@@ -84,7 +85,7 @@ def upload(run, folders):
 def send_rows(out_dir, run, rows, last, uploaded):
     """
     Send the rows that the server still lacks, and the models of the folders that are not in
-    `uploaded`. last: step of the server's last row before the uploads, -1: none.
+    `uploaded`. last: step of the server's last row before the uploads, or -1 if it had no rows.
     """
     config = read_json(Path(out_dir, "config.json"))
     session = Session(
@@ -97,6 +98,6 @@ def send_rows(out_dir, run, rows, last, uploaded):
     print(*tracker.take_messages(), sep="\n")
     for folder in existing_folders(run):
         if folder not in uploaded:
-            # Not those up to `last`: "latest" and "best" would move to an older model.
+            # Skip models up to `last`: "latest" and "best" would move to an older model.
             tracker.log_models_of(folder, last)
     tracker.finish()

@@ -17,13 +17,13 @@ START_SECONDS = 4  # max wait for all trackers to start; slower ones start in th
 class Tracker:
     """
     Sends each row, alert and model to all of its destinations. Without destinations, as on all
-    ranks but the first, its methods do nothing. Any exception of a destination is raised.
+    ranks but the first, its methods do nothing. Exceptions of destinations propagate.
     """
 
     def __init__(self, destinations=(), noted=None):
         """
-        Take the destinations. noted: list of metric prefixes that were reported already, extended
-        in place; None: metrics may have any value. See AnomalyDetector.
+        noted: list of metric prefixes that were reported already, extended in place; None: metrics
+        may have any value. See AnomalyDetector.
         """
         self.destinations, self.detector = list(destinations), AnomalyDetector(noted)
 
@@ -33,8 +33,8 @@ class Tracker:
 
     def log(self, row):
         """
-        Log a row, and warn of values out of range and of sudden changes. The row also gets the
-        table "notes": its values out of range, and failures to print. Over all calls, row["iter"]
+        Log a row, and warn of values out of range and of sudden changes. The table "notes" is added
+        to the row: its values out of range, and failures to print. Over all calls, row["iter"]
         must not decrease, and rows of the same iter must have different metrics.
         """
         if not self.destinations:
@@ -58,7 +58,7 @@ class Tracker:
             tell(f"warning: {path} does not exist; no model is recorded", sys.stderr)
 
     def is_logged(self):
-        """Return whether all rows are in log.jsonl: none waits for a disk that fails."""
+        """Return whether all rows are in log.jsonl; rows wait while it cannot be written."""
         return not any(destination.waiting for destination in self.destinations
                        if isinstance(destination, Jsonl))
 

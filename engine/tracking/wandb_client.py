@@ -1,5 +1,5 @@
 """
-Read the settings of the W&B client, the runs that it wrote, and what its server has of them.
+Read the settings of the W&B client, the runs that it wrote, and the state of runs on its server.
 
 The client itself is imported only where it is used.
 """
@@ -23,7 +23,7 @@ COUNT_SECONDS = 5  # max wait until the server has counted the rows that it rece
 RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name",
                 "group": "run_group", "tags": "run_tags", "notes": "run_notes",
                 "job_type": "run_job_type"}
-# {the client's setting: its environment variable}, where that is not WANDB_ and the setting's name
+# {the client's setting: its environment variable}, if the name is not WANDB_<SETTING>
 VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES",
              "run_job_type": "WANDB_JOB_TYPE"}
 # {the client's setting: the flag of train.py}
@@ -62,7 +62,7 @@ def variable_of(setting):
 
 
 def user_setting(setting):
-    """Return the user's value of a setting of the client, by environment or file, or None."""
+    """Return the user's value of a client setting, from the environment or a file, or None."""
     return os.environ.get(variable_of(setting)) or file_settings().get(setting)
 
 
@@ -78,7 +78,7 @@ def origin(setting, value):
 
 
 def wandb_run(run, given, earlier=()):
-    """Return resolve_run with the user's W&B settings, from its variables or else its files."""
+    """Return resolve_run with the user's W&B settings, from variables or else from files."""
     settings = {entry: user_setting(setting) for entry, setting in RUN_SETTINGS.items()}
     return resolve_run(run, given, settings, earlier)
 
@@ -106,7 +106,7 @@ def has_wandb_key():
         return False
     try:
         login = netrc.netrc(path).authenticators
-        # Keys made before the server was renamed are filed under its old name.
+        # Keys made before the server was renamed are stored under its old name.
         old_login = host == "api.forge.coreweave.com" and login("api.wandb.ai")
         return bool(login(host) or old_login)
     except (OSError, ValueError, netrc.NetrcParseError):  # ValueError: not UTF-8
@@ -221,7 +221,7 @@ def at_server(run):
 
 
 def count_rows(run, expected):
-    """Return how many rows of a run the server has; give it a moment to count all of them."""
+    """Return how many rows of a run the server has; wait up to COUNT_SECONDS for `expected`."""
     until = time.monotonic() + COUNT_SECONDS
     while True:
         rows, _ = at_server(run) or (0, -1)

@@ -1,6 +1,6 @@
 """
-What a training is made of: checkpoints, processes and devices, settings, sizes, costs.
+The parts of a training run: checkpoints, processes and devices, settings, sizes, costs.
 
-May import engine.text, engine.formats, engine.tracking and what is below them, but not
+May import engine.text, engine.formats, engine.tracking and the layers below them, but not
 engine.debug.
 """

@@ -1,11 +1,11 @@
 """
-Begin the embedding and the classifier of a new model from counts of pairs of tokens, so that it
-knows before the first step which tokens follow each token. doc/lab/own_text.md has what it gains.
+Initialize the embedding and the classifier of a new model from counts of token pairs, so that it
+knows before the first step which tokens follow each token. doc/lab/own_text.md measures the gain.
 
 At first the blocks add little to the rows of this embedding. So the logits of the next token are
 about C e, where e is the row of the current token, normalized, and C is the classifier. `tables`
 chooses rows such that tokens with similar neighbours are close together, and then C such that C e
-is the logarithm of the next token's probability, as nearly as the width allows. The rows are
+is the logarithm of the next token's probability, as closely as the width allows. The rows are
 principal coordinates as in a correspondence analysis, but of logarithms, which are not centred.
 https://en.wikipedia.org/wiki/Correspondence_analysis
 
@@ -18,28 +18,29 @@ import torch
 
 from engine.training import distributed
 
-MAX_TOKENS = 1 << 22  # tokens that are counted at most
+MAX_TOKENS = 1 << 22  # max tokens to count
 STRETCHES = 16        # a longer text is counted in this many evenly spaced stretches; the pairs
                       # across their borders are too few to matter
-DISCOUNT = 0.75       # occurrences taken from each seen pair and shared out among all b
-ITERATIONS = 4        # of the subspace that holds the coordinates
-MARGIN = 16           # vectors of the subspace beyond the coordinates, for faster convergence
-MAX_COORDINATES = 255  # with 32,000 tokens these take 25 s beside other work on two cores
-UNCLIPPED = 0.9       # part of the occurring tokens whose coordinates are not shortened
-RIDGE = 1e-3          # of the regression for the classifier; 1: the mean square of a column
+DISCOUNT = 0.75       # occurrences taken from each seen pair and redistributed over all b
+ITERATIONS = 4        # subspace iterations that compute the coordinates
+MARGIN = 16           # extra vectors of the subspace, for faster convergence
+MAX_COORDINATES = 255  # with 32,000 tokens these take 25 s on two cores that also do other work
+UNCLIPPED = 0.9       # fraction of the occurring tokens whose coordinates are not shortened
+RIDGE = 1e-3          # ridge of the classifier's regression, relative to a column's mean square
 
 
 class LogRatios:
     """
-    log(p(b | a) / p(b)) for all pairs of tokens (a, b), where b stands at a fixed distance from a:
-    a matrix (V, V). It is stored as one number for each row, that of the pairs that were not seen,
-    plus a sparse matrix of the differences of the seen pairs from it.
+    log(p(b | a) / p(b)) for all pairs of tokens (a, b), where b occurs at a fixed distance from a:
+    a matrix (V, V). It is stored as one number per row, the value of all unseen pairs, plus a
+    sparse matrix of the seen pairs' differences from it.
 
     p(b | a) is estimated by absolute discounting: DISCOUNT occurrences of each seen pair, and one
-    more of each a, are shared out among all b in proportion to their frequency.
+    more of each a, are redistributed over all b in proportion to their frequency.
     https://doi.org/10.1006/csla.1994.1001
 
-    firsts, seconds: (n,) int64, a and b of each place of the text; frequency: (V,) float32, p(b).
+    firsts, seconds: (n,) int64, a and b at each position of the text; frequency: (V,) float32,
+    p(b).
     """
 
     def __init__(self, firsts, seconds, frequency):
@@ -48,8 +49,8 @@ class LogRatios:
         a, b = (torch.from_numpy(tokens) for tokens in np.divmod(pairs, V))
         counts = torch.from_numpy(counts).float()
         total = torch.zeros(V).index_add_(0, a, counts) + 1
-        kinds = torch.bincount(a, minlength=V)   # (V,), number of different b of each a
-        unseen = (DISCOUNT * kinds + 1) / total  # (V,), the ratio of a pair that was not seen
+        kinds = torch.bincount(a, minlength=V)   # (V,), number of different b seen with each a
+        unseen = (DISCOUNT * kinds + 1) / total  # (V,), the ratio of an unseen pair
         seen = (counts - DISCOUNT) / total[a] / frequency[b] + unseen[a]
         self.of_rows = unseen.log()
         self.sparse = torch.sparse_coo_tensor(torch.stack((a, b)), seen.log() - self.of_rows[a],
@@ -87,7 +88,7 @@ def tables(tokens, V, D):
     """
     tokens = np.asarray(sampled(tokens), np.int64)
     counts = torch.bincount(torch.from_numpy(tokens), minlength=V)
-    frequency = (counts + 0.5) / (counts + 0.5).sum()  # above 0 for tokens that do not occur, too
+    frequency = (counts + 0.5) / (counts + 0.5).sum()  # above 0 also for tokens that do not occur
     following = LogRatios(tokens[:-1], tokens[1:], frequency)
     preceding = LogRatios(tokens[1:], tokens[:-1], frequency)
     next_but_one = LogRatios(tokens[:-2], tokens[2:], frequency)
@@ -114,9 +115,9 @@ def sampled(tokens):
 
 def coordinates(ratios, weight, count):
     """
-    Return the `count` principal coordinates of largest variance of all LogRatios side by side,
-    (V, count), or (V, V) if V < count. Rows and columns are weighted by frequency. ratios: a tuple
-    of LogRatios; weight: (V, 1), the frequencies.
+    Return the `count` principal coordinates of largest variance, (V, count), or (V, V) if
+    V < count, of all LogRatios, concatenated along their columns. Rows and columns are weighted by
+    frequency. ratios: a tuple of LogRatios; weight: (V, 1), the frequencies.
     """
     root = weight.sqrt()
 
@@ -143,12 +144,12 @@ def rows_of(points, occurs, D):
 
     A first column fills each row up to the same length, so that the model's norms do not change
     the row. The column is at least 0.3 of the length, and serves the classifier as the constant of
-    its regression. A random rotation then spreads the coordinates over all columns, as AdamW treats
-    columns apart.
+    its regression. A random rotation then spreads the coordinates over all columns, because AdamW
+    scales each column separately.
     """
     lengths = points.norm(dim=1, keepdim=True)
     limit = torch.quantile(lengths[occurs], UNCLIPPED).clamp(min=1e-9)
-    kept = points / torch.maximum(lengths, limit) * occurs[:, None]  # no longer than 1
+    kept = points / torch.maximum(lengths, limit) * occurs[:, None]  # at most 1 long
     rows = torch.zeros(len(kept), D)
     rows[:, 1:1 + kept.shape[1]] = 0.95 * kept
     rows[:, 0] = (1 - rows.square().sum(1)).sqrt()

@@ -6,8 +6,8 @@ checkpoint is a folder, called a step folder:
         model.pt          {"args": ModelArgs as a dict,
                            "model": {name: parameter}, tied weights under one name only,
                            "chat": {GGUF key: value} of the chat format; {} if there is none},
-                           of a LoRA also "lora": see lora.stored
-        frozen.pt         of a LoRA: {name: parameter} of its frozen weights
+                           for a LoRA also "lora": see lora.stored
+        frozen.pt         only for a LoRA: {name: parameter} of its frozen weights
         train.pt          {"optimizer": state_dict, "state": see progress.new_state}
         config.json       the resolved settings of the run, and what was derived from them
         tokenizer.*       the vocabulary, so that a checkpoint is enough to sample and to export
@@ -26,9 +26,9 @@ shard-*.safetensors, by torch.distributed.checkpoint, in place of "model" and "o
 That module also has a format of its own, but its index is a pickle, which could run code.
 
 The frozen weights of a LoRA are the same in all its checkpoints, so the disk holds them once: each
-frozen.pt is a hard link to that of the checkpoint before. A step folder is thus complete by itself,
-even when the model that the run started from has been moved or changed, which a checkpoint of the
-adapters alone, with a path, would not survive.
+frozen.pt is a hard link to that of the previous checkpoint. A step folder is thus self-contained:
+unlike a checkpoint of only the adapters and a path, it remains usable when the model that the run
+started from is moved or changed.
 """
 import contextlib
 import json
@@ -98,7 +98,7 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
             contents = contents._replace(
                 model={name: part for name, part in model.items() if name != "model"},
                 train={name: part for name, part in train.items() if name != "optimizer"})
-        # distributed.on_master is unsafe here: a Writer's thread runs beside training, and both
+        # distributed.on_master is unsafe here: a Writer's thread runs during training, and both
         # would communicate in the same process group.
         if not distributed.master:
             return final
@@ -223,7 +223,7 @@ def write_shards(begin, folder, parts):
     begin(): called by the master to make the folder. parts: {"model": {name: tensor}, "optimizer":
     {name: tensor}}; the file names a tensor "model.name" or "optimizer.name".
     """
-    import torch.distributed.checkpoint as dcp  # takes 0.1 s, which only sharded runs need
+    import torch.distributed.checkpoint as dcp  # takes 0.1 s; only sharded runs need it
     tensors = {f"{part}.{name}": tensor
                for part, named in parts.items() for name, tensor in named.items()}
     # gather and dcp.save communicate in distributed.writers, a process group that training does not
@@ -291,7 +291,7 @@ def is_retryable(error):
 
 
 def why_unsaved(error):
-    """Return in words why a save failed with a retryable exception."""
+    """Return as text why a save failed with a retryable exception."""
     return reason(error if isinstance(error, OSError) else MemoryError())
 
 
@@ -299,9 +299,9 @@ def snapshot(value, copy=False):
     """
     Return new dicts and lists with the content of nested ones, and all tensors in host memory.
 
-    GPU tensors are copied. CPU tensors are not, to save as much memory as the weights need: the
-    caller must not change them until they are written (Writer.join). copy: copy CPU tensors too,
-    which the weights of a sharded run need, as FSDP frees the storage of gathered weights.
+    GPU tensors are copied. CPU tensors are not, which saves as much memory as the weights take: the
+    caller must not change them until they are written (Writer.join). copy: copy CPU tensors too, as
+    the weights of a sharded run require, because FSDP frees the storage of gathered weights.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=copy)
@@ -355,7 +355,7 @@ def load(folder, part="model", check=True, mmap=False):
     """
     path, key = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     with reading(path, "part of a checkpoint; use another one", fail):
-        # Not from manifest(), which returns {} if another version's file has another form.
+        # Read directly: manifest() returns {} if another version's file has another format.
         version = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})["version"]
         found = manifest(folder)
         if version != VERSION:
@@ -382,7 +382,7 @@ def tokenizer_path(folder):
 
 
 def manifest(folder):
-    """Return the content of a checkpoint.json; {} if it is missing or not of a manifest's form."""
+    """Return the content of a checkpoint.json; {} if it is missing or malformed."""
     found = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})
     files = found.get("files")
     is_valid = (isinstance(files, dict) and "version" in found and type(found.get("step")) is int
@@ -403,7 +403,7 @@ def is_size_and_sha256(value):
 
 
 def complete(folder):
-    """Return whether every file of a step folder's manifest has the size given there."""
+    """Return whether every file listed in a step folder's manifest has the size listed there."""
     files = manifest(folder).get("files", {})
     with contextlib.suppress(OSError):
         return bool(files) and all(Path(folder, name).stat().st_size == size
@@ -413,7 +413,7 @@ def complete(folder):
 
 def damage(folder):
     """
-    Return in words what is wrong with a step folder; None if every file has the size and sha256 in
+    Return as text what is wrong with a step folder; None if every file has the size and sha256 in
     the manifest. Ends the program if another version of the program wrote the folder.
     """
     found = manifest(folder)
@@ -498,8 +498,8 @@ def is_own(path):
 
 def origin(path):
     """
-    Return what the path in init_from stands for: the path itself if it exists and is neither a run
-    nor a step folder (another model), else the step folder that `locate` returns.
+    Resolve the path in init_from: return the path itself if it exists and is neither a run nor a
+    step folder (so it is another model), else the step folder that `locate` returns.
     """
     return Path(path) if Path(path).exists() and not is_own(path) else locate(path)
 

@@ -2,7 +2,7 @@
 Estimate what a training costs before it begins: parameters, FLOPs, memory and time.
 
 Arithmetic gives a lower bound of the memory (min_memory) and an expected peak (expected_memory);
-a trial training on random tokens measures time, and on a CPU corrects the peak.
+a trial training on random tokens measures time and corrects the expected peak.
 """
 import math
 import statistics
@@ -22,16 +22,16 @@ from engine.training import distill, distributed, hardware, lora
 
 PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens in one unit of eval_iters
-TRAIN_EVAL = 8192   # an evaluation that reads fewer tokens of val reads as many of train; any other
-                    # reads at least this many of train
+TRAIN_EVAL = 8192   # min tokens of the training split that an evaluation reads, but at most as many
+                    # as it reads of the validation split
 SAMPLE_TOKENS = 96  # max tokens of a sample of an evaluation
-EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
-                    # models up to 30 % longer
+EVAL_PASS = 4096    # tokens per forward pass of an evaluation; with passes of 1024, the smallest
+                    # models take up to 30 % longer
 
 
 class Build(NamedTuple):
     """
-    How a trial training is made.
+    The functions that make a trial training.
 
     model_args(config, vocab_size) returns ModelArgs, whose build(device) returns the model;
     make_optimizer(model, config) returns its optimizer.
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
     The properties of a forward and backward pass that decide how much memory it needs.
 
     tokens: per pass; half: matrix products run in a 16-bit type; recompute: blocks keep only their
-    input, and compute the rest again in the backward pass; accumulating: a step has several passes;
+    input, and recompute the rest in the backward pass; accumulating: a step has several passes;
     shards: number of processes over which weights and optimizer are split.
     """
     tokens: int
@@ -76,7 +76,7 @@ def sequences_per_rank(config):
 
 
 def largest_pass(config, amp_dtype, rows=0):
-    """Return the Pass of `rows` sequences. rows=0: those of the largest pass of the settings."""
+    """Return the Pass of `rows` sequences; rows=0: as many as the settings' largest pass has."""
     sequences = sequences_per_rank(config)
     rows = rows or min(config.batch_size, sequences)
     shards = distributed.world if config.fsdp else 1
@@ -87,7 +87,7 @@ def largest_pass(config, amp_dtype, rows=0):
 # ---- parameters and FLOPs ------------------------------------------------------------------------
 
 def parameter_kind(name, parameter):
-    """Return the kind that a parameter counts as. Vectors, biases included, count as norms."""
+    """Return the kind that a parameter is counted as. Vectors, biases included, count as norms."""
     if parameter.dim() < 2:
         return "norms"
     part = name.split(".")[0]
@@ -96,7 +96,7 @@ def parameter_kind(name, parameter):
     return {"tok_embeddings": "embedding", "output": "lm_head"}.get(part, "norms")
 
 
-MAX_BUILT = 64  # max layers that are built to count parameters; further ones are like the last
+MAX_BUILT = 64  # max layers to build for counting parameters; further ones are like the last
 counted = {}    # {repr of ModelArgs: counts}, a cache for `parameters`
 
 
@@ -130,8 +130,8 @@ def num_params(args):
 
 class Weights(NamedTuple):
     """
-    The weights of a training. trained, matrices: numbers of trained parameters, and of those among
-    them that Muon updates; frozen: bytes of the others.
+    The weights of a training. trained: number of trained parameters; matrices: number of those that
+    Muon updates; frozen: bytes of the frozen parameters.
     """
     trained: int
     matrices: int
@@ -161,7 +161,7 @@ def flops_per_token(args, predicted=1.0, adapters=None):
 
     N counts the lm_head but not the embedding, which is a look-up. The second term is attention: L
     layers, H heads of Q dimensions, a context of T. https://arxiv.org/abs/2204.02311 appendix B
-    predicted: the share of tokens for which the lm_head computes logits.
+    predicted: the fraction of tokens for which the lm_head computes logits.
 
     With adapters, a lora.LoRA, the first term is 4 N for frozen weights, which need no gradient,
     and 6 N for trained ones.
@@ -217,7 +217,7 @@ def min_memory(args, optimizer, step, adapters=None):
         block = 8 * args.dim + size * (2 * (q_dim + kv_dim + args.hidden_dim)
                                        + args.qk_norm * (q_dim + kv_dim))
     kinds = persistent_memory(args, optimizer, step.shards, adapters)
-    # The first block of a LoRA may have no gradient to compute before its first adapter.
+    # The first block of a LoRA may need no gradients before its first adapter: don't count it.
     layers = args.n_layers - (adapters is not None)
     # CrossEntropy holds one piece of the logits at a time. It cuts them into equal pieces of at
     # most PIECE; if there are several, each has at least PIECE // 2.
@@ -233,9 +233,9 @@ def min_memory(args, optimizer, step, adapters=None):
 
 
 # Memory of a CPU process besides its tensors. PYTHON counts only if no trial training runs. LATER
-# counts only if one runs, because it ends too early to measure this memory. HOLES counts in both
-# cases. Experiments: doc/lab/instruments.md.
-PYTHON = 272 << 20  # bytes of a process that has imported and called all that a training needs
+# counts only if one runs, because a trial ends too early to measure this memory. HOLES counts in
+# both cases. Experiments: doc/lab/instruments.md.
+PYTHON = 272 << 20  # bytes of a process that has imported and called everything training needs
 LATER = 20 << 20    # bytes of code and files that a training loads after its first steps
 HOLES = 0.27        # fraction of a pass's memory that is lost to fragmentation of the heap
 
@@ -424,8 +424,9 @@ def measured_step(trial, seconds):
     """
     Return (seconds of a training step, sequences of a measured pass).
 
-    Steps are measured for `seconds`, or 2 % of the run if that is shorter, but at least three. Of a
-    large batch only a part is measured, and its time scaled up. The medians leave out the first.
+    Steps are measured for `seconds`, or 2 % of the run if that is shorter, but at least three. Only
+    a part of a large batch is measured, and its time scaled up. The medians leave out the first
+    measurement.
     """
     config, sequences = trial.config, sequences_per_rank(trial.config)
     # The first calls load libraries, so they are not measured.
@@ -439,7 +440,8 @@ def measured_step(trial, seconds):
         passes.append(timed(trial.forward_backward, rows))
         updates.append(timed(trial.update))
     one_pass = sequences / rows * statistics.median(passes[1:])
-    # Teachers as large as the model: a forward pass of each is a third of forward and backward.
+    # Assume teachers as large as the model: the forward pass of each takes a third of the time of
+    # forward and backward.
     one_pass *= 1 + len(distill.paths(config.teacher)) / 3
     return one_pass + statistics.median(updates[1:]), rows
 
@@ -447,8 +449,8 @@ def measured_step(trial, seconds):
 def measure(config, args, setup, seconds=1.0):
     """
     Return the costs found by a trial training: {"step": seconds of a step, "forward": seconds per
-    token of an evaluation, "sample": seconds in which each sample of an evaluation grows by a
-    token, "memory": peak bytes of the process, or on a GPU of its tensors}.
+    token of an evaluation, "sample": seconds to add one token to every sample of an evaluation,
+    "memory": peak bytes of the process, or on a GPU of its tensors}.
     """
     trial, sequences = TrialTraining(config, args.vocab_size, setup), sequences_per_rank(config)
     step, rows = measured_step(trial, seconds)
@@ -456,7 +458,7 @@ def measure(config, args, setup, seconds=1.0):
     # Memory is measured with as many sequences as the time allows. If a step has more, a second
     # pass runs while the gradients of the first exist.
     tried = min(config.batch_size, sequences, max(rows, int(seconds * sequences / step)))
-    if rows < sequences:  # else whole steps were measured above
+    if rows < sequences:  # otherwise whole steps were measured above
         for _ in range(min(2, math.ceil(sequences / tried))):
             trial.forward_backward(tried)
         trial.update()
@@ -469,7 +471,7 @@ def measure(config, args, setup, seconds=1.0):
     whole, part = (
         expected_memory(config, args, setup.device, setup.amp_dtype, rows, setup.lora)
         for rows in (0, tried))
-    # The trial's own memory is measured; arithmetic adds what the full batch needs beyond.
+    # The trial's own memory is measured; arithmetic adds what the full batch needs beyond that.
     memory = sum(whole.values()) - sum(part.values())
     if setup.device.type == "cpu":
         # The heap does not shrink, so the current memory is about the trial's peak. A longer
@@ -513,7 +515,7 @@ def estimate_run(config, args, setup, meta, begun=0):
     cpu, steps_left = setup.device.type == "cpu", config.max_iters - begun
     token_bytes = 2 if args.vocab_size <= 1 << 16 else 4
     # Bytes of the data that get mapped into memory: twice the tokens that the remaining steps read,
-    # a rough allowance for whole pages and for evaluations, and never more than there are.
+    # a rough allowance for whole pages and for evaluations, but at most all tokens of the data.
     text = token_bytes * min(meta["train_tokens"] + meta["val_tokens"],
                              2 * steps_left * tokens_per_step(config))
     kinds = expected_memory(config, args, setup.device, setup.amp_dtype, adapters=setup.lora)
@@ -550,8 +552,8 @@ def eval_limits(eval_iters, meta):
 def evaluation_seconds(config, meta, forward, sample):
     """
     Return the seconds of an evaluation: both splits, the probe batches (four windows of each split)
-    and the samples, which grow by SAMPLE_TOKENS together. forward: seconds per token; sample:
-    seconds in which each sample grows by a token.
+    and the samples, which are generated together, up to SAMPLE_TOKENS each. forward: seconds per
+    token; sample: seconds to add one token to every sample.
     """
     predictions = sum(eval_limits(config.eval_iters, meta).values())
     tokens = predictions / distributed.world + 8 * config.max_seq_len
@@ -566,7 +568,7 @@ def describe(config, args, dataset, setup, estimate):
     device, meta, say = setup.device, dataset.meta, distributed.say
     peak, basis = hardware.peak_flops(device, setup.amp_dtype, config.peak_tflops)
     name = hardware.device_name(device)
-    # ops.cross_entropy computes logits for answers alone on the CPU.
+    # On the CPU, ops.cross_entropy computes logits only for answers.
     predicted = dataset.answer_share if dataset.masks and device.type == "cpu" else 1.0
     derived = {"model_args": asdict(args), "n_params": num_params(args),
                "n_trained": weights(args, setup.lora).trained,
@@ -605,19 +607,19 @@ def describe(config, args, dataset, setup, estimate):
 # ---- words and tables ----------------------------------------------------------------------------
 
 def format_bytes(size):
-    """Return a size in words: 12 MiB, 3.4 GiB."""
+    """Return a size with its unit: 12 MiB, 3.4 GiB."""
     return f"{size / 2 ** 30:.1f} GiB" if size >= 2 ** 30 else f"{size / 2 ** 20:.0f} MiB"
 
 
 def memory_line(kinds, free=None):
-    """Return the sum of {kind: bytes} in words, with the kinds of at least 1 MiB."""
+    """Return the sum of {kind: bytes} as text, with the kinds of at least 1 MiB."""
     named = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds.items() if n >= 1 << 20)
     available = f" of {format_bytes(free)} that are free" if free else ""
     return f"about {format_bytes(sum(kinds.values()))}{available}: {named}"
 
 
 def time_line(config, estimate):
-    """Return an estimated duration, the time of day or date of its end, and the speed, in words."""
+    """Return an estimated duration, the time of day or date of its end, and the speed, as text."""
     if estimate["seconds"] is None:
         if config.compile or config.fsdp:
             return "not measured before the first step of a run that is compiled or sharded"

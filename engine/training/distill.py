@@ -1,11 +1,12 @@
 """
---teacher: distillation. The model (the student) minimizes the cross-entropy with what its teachers
-predict, instead of that with the text's tokens. https://arxiv.org/abs/1503.02531
+--teacher: distillation. The model (the student) minimizes the cross-entropy with the predictions of
+its teachers, instead of that with the text's tokens. https://arxiv.org/abs/1503.02531
 
 Teachers that have memorized a small text predict it almost with certainty, which adds little to the
-text itself. So the student also reads text that is sampled from them, and n-grams (ngrams.py) are
-one more teacher. With --teacher=ngrams they alone teach and write: a target is what they predict,
-mixed with the token itself in the training text.
+text itself. So the student also reads text that the teachers write, that is, text sampled from
+them, and n-grams (ngrams.py) are an additional teacher. With --teacher=ngrams, the n-grams are the
+only teacher: they write the text, and each target is their prediction, in the training text mixed
+with the actual token.
 
 Measurements: doc/lab/own_text.md
 """
@@ -26,23 +27,23 @@ from engine.training.ngrams import MAX_VOCAB, Ngrams, kept_bytes
 from engine.untrusted import reading
 
 NGRAMS_ALONE = "ngrams"  # the value of --teacher without models
-MAX_TOKENS = 1 << 19   # max tokens of a training text for which teachers write, and which n-grams
-                       # count; also the most that they write
+MAX_TOKENS = 1 << 19   # max tokens of a training text for which teachers write text and n-grams
+                       # teach; also the max tokens that they write
 MODELS_WRITE = 8       # tokens that models write for each token of the training text
 NGRAMS_WRITE = 4       # tokens that n-grams alone write for each token of the training text
-NGRAMS_WRITE_BELOW = 70_000  # bytes; of a larger training text they write nothing
-PROMPT = 8             # max tokens of the training text that begin each text of a model
-ROWS = 256             # texts that a model writes at once
-SEED = 1337            # of the models' sampling
-NGRAMS_SHARE = 0.35    # of the n-grams in a target; the rest is from the models or, without models,
-                       # the token of the training text
+NGRAMS_WRITE_BELOW = 70_000  # bytes; for a larger training text, n-grams alone write nothing
+PROMPT = 8             # max tokens of the training text that prompt each text of a model
+ROWS = 256             # texts that a model writes in one batch
+SEED = 1337            # seed of the models' sampling
+NGRAMS_SHARE = 0.35    # weight of the n-grams in a target; the rest is from the models or, without
+                       # models, the token of the training text
 
 
 @dataclass(frozen=True)
 class Teachers:
     """
-    models: Transformers, [] for --teacher=ngrams; ngrams: Ngrams that count the training text and
-    predict it and the written text, or None.
+    models: Transformers, [] for --teacher=ngrams; ngrams: Ngrams that are counted in the training
+    text and predict it and the written text, or None.
     """
     models: list
     ngrams: Any
@@ -50,8 +51,9 @@ class Teachers:
     @torch.no_grad()
     def probabilities(self, x, places, documents=None):
         """
-        Return the probabilities of the token after each of x (B, T): (B T, V) float32. places: the
-        index of that token in training text and written text, (B, T) of numpy, for the n-grams.
+        Return the probabilities of the token that follows each token of x (B, T): (B T, V) float32.
+        places: a numpy array (B, T), the indices of the following tokens in the training text,
+        continued by the written text. The n-grams need them.
         """
         if self.models:
             total = 0
@@ -75,7 +77,7 @@ class Teachers:
 
 def paths(teacher):
     """
-    Return the paths of the models that the setting `teacher` names, separated by commas; none for
+    Return the paths of the models that the setting `teacher` names, separated by commas; [] for
     NGRAMS_ALONE. A folder that --seeds has made is replaced by the runs in it.
     """
     found = []
@@ -110,7 +112,7 @@ def ngrams_memory(config, meta):
 def ngrams_can_teach(meta):
     """
     Return whether n-grams can be a teacher for the text of this meta.json. They can't for rows of
-    conversations, whose targets have no places in a text.
+    conversations, whose targets are not positions in a continuous text.
     """
     return (meta["train_tokens"] <= MAX_TOKENS and meta["vocab_size"] <= MAX_VOCAB
             and "chat_template" not in meta)
@@ -119,13 +121,13 @@ def ngrams_can_teach(meta):
 def assemble(models, config, dataset):
     """
     Return the Teachers of a training. models: Transformers, [] for --teacher=ngrams. For a small
-    text they first write more, which the dataset then reads, too: see written_tokens.
+    text, they first write more text, which the dataset then reads too: see written_tokens.
     """
     meta, n, ngrams = dataset.meta, len(dataset.train), None
     if written := written_tokens(config, meta):
         if models:
             dataset.read_beside(cached_text(models, dataset, written, config.cache))
-        else:  # not kept in a file: it is written in a second, and is always the same
+        else:  # not cached: writing takes a second and always gives the same text
             distributed.say(f"teachers: n-grams write {written:,} tokens, which are trained on "
                             f"beside the text")
             tokens = Ngrams(dataset.train, n, meta["vocab_size"]).write(written)
@@ -138,7 +140,7 @@ def assemble(models, config, dataset):
 def loss(network, teachers, x, y, places, documents=None):
     """
     Return the mean cross-entropy in nats between the probabilities of the teachers and those of the
-    network, 0 without targets. x: (B, T) tokens; y: (B, T), of which only the sign matters:
+    network; 0 if there are no targets. x: (B, T) tokens; y: (B, T), of which only the sign matters:
     positions with y < 0 have no target; places: see Teachers.probabilities; documents: see
     Transformer.forward.
     """
@@ -153,8 +155,8 @@ def loss(network, teachers, x, y, places, documents=None):
 
 def cached_text(models, dataset, n, folder):
     """
-    Return n tokens, or some more, that the models write, an array of the dataset's dtype. A file
-    in the cache, `folder`, keeps them, so that a resumed run reads the same tokens.
+    Return at least n tokens that the models write, as an array of the dataset's dtype. They are
+    kept in a file in the cache, `folder`, so that a resumed run reads the same tokens.
     """
     key = dataset.meta["fingerprint"], dataset.seq_len, n, PROMPT, ROWS, SEED
     digest = hashlib.sha256(repr(key).encode())
@@ -174,8 +176,8 @@ def cached_text(models, dataset, n, folder):
 @torch.no_grad()
 def write_text(models, dataset, n, path):
     """
-    Write a file with at least n tokens. The models take turns, each for ROWS texts. Do nothing if
-    the file exists.
+    Write a file with at least n tokens sampled from the models, which take turns, each for ROWS
+    texts. Do nothing if the file exists.
     """
     if path.exists():
         return
@@ -195,8 +197,8 @@ def write_text(models, dataset, n, path):
 
 def sample_texts(teacher, dataset, generator, device):
     """
-    Sample ROWS texts of up to seq_len tokens from a teacher and return their tokens, one text after
-    the other. Each begins with a prompt from the training text, and ends after EOS.
+    Sample ROWS texts of up to seq_len tokens from a teacher and return their tokens, concatenated.
+    Each text begins with a prompt from the training text, and ends after EOS.
     """
     prompt = prompts(dataset, generator, device)  # (ROWS, P)
     seen = prompt.clone()
@@ -217,7 +219,7 @@ def sample_texts(teacher, dataset, generator, device):
 
 def prompts(dataset, generator, device):
     """
-    Return ROWS prompts of P tokens of the training text, (ROWS, P), from random places, or from
+    Return ROWS prompts of P tokens of the training text, (ROWS, P), from random positions, or from
     beginnings of documents if there are several and windows don't each begin with BOS.
     """
     P = max(1, min(PROMPT, dataset.seq_len - 1))

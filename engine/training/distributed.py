@@ -1,5 +1,5 @@
 """
-One process or several: their ranks, the device each computes on, and the messages between them.
+The processes of a training, one or several: their ranks, devices and messages.
 
     torchrun --nproc_per_node=4 train.py ...
 
@@ -52,8 +52,8 @@ def setup(device="auto", deterministic=False):
     """
     Join the other processes, if there are any, and return the torch.device that this one uses.
 
-    deterministic: use GPU kernels whose results are the same bits every time; a warning names
-    those that have no such version. A CPU's results are always the same. Ends the program if the
+    deterministic: use GPU kernels whose results are bitwise reproducible; a warning names those
+    that have no such version. A CPU's results are always reproducible. Ends the program if the
     device can't be used.
     """
     if deterministic:
@@ -277,7 +277,7 @@ def mean(value):
 
 
 def total(count):
-    """Return the sum of an int over all processes. Their CPUs exchange it: no GPU is waited for."""
+    """Return the sum of an int over all processes. CPUs exchange it, without waiting for GPUs."""
     if world == 1:
         return count
     with spans.span("communication"):

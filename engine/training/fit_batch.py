@@ -40,22 +40,22 @@ class Fit(NamedTuple):
 def first_guess(config):
     """
     Return (config, names of the given settings, whether the largest batch must be found). With
-    --batch_size=0 the config starts with the batch size that the preset or the default has, which
-    decides the sequences per step. The names lack the batch, so that other rules may change it and
-    a resumed run takes its own.
+    --batch_size=0 the config starts with the batch size of the preset or the default, which decides
+    the sequences per step. The names then leave out the batch settings, so that other rules may
+    change them and a resumed run takes those of its checkpoint.
     """
     given = config.given.keys()
     if config.batch_size:
         return config, given, False
-    # config.given has the value before the user's.
+    # config.given has the value that the user's replaced.
     config = config.changed(batch_size=max(1, config.given["batch_size"]))
     return config, given - {"batch_size", "gradient_accumulation_steps"}, True
 
 
 def batches(sequences, limit):
     """
-    Return the batch sizes to try, ascending: divisors of `sequences`, which a step has, up to
-    `limit`, which one process has. Each is at least 1.5 times as large as the one before.
+    Return the batch sizes to try, ascending: divisors of `sequences`, the sequences of a step, up
+    to `limit`, those of one process. Each is at least 1.5 times as large as the one before.
     """
     sizes = []
     for size in range(1, limit + 1):
@@ -96,13 +96,13 @@ def largest_batch(config, args, setup, gain=GAIN):
 
 def run_child(search):
     """
-    Return ([Fit], ascending, and in words why no larger batch was tried).
+    Return ([Fit] in ascending order, the reason why no larger batch was tried).
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=try_batches, daemon=True, args=(send, search))
     child.start()
-    send.close()  # then only the child holds this end, and recv() raises EOFError when it ends
+    send.close()  # then only the child holds this end: recv() raises EOFError when it ends
     tried, ended = [], "all have been tried"
     try:
         while True:
@@ -120,8 +120,8 @@ def run_child(search):
 
 def try_batches(send, search):
     """
-    Take steps of each size, in the child process. Send a Fit for each, and finally in words why no
-    larger one is tried.
+    Take steps of each size, in the child process. Send a Fit for each, and finally the reason why
+    no larger one is tried.
     """
     device, limit = search.setup.device, search.limit
     limit_memory(device, limit)
@@ -143,7 +143,7 @@ def try_batches(send, search):
                 best, not_faster = speed, 0
             else:
                 not_faster += 1
-            if not_faster == 2:  # of one, other programs may have slowed down the measurement
+            if not_faster == 2:  # a single one may have been slowed down by other programs
                 return send.send("larger ones are not faster")
     except (MemoryError, RuntimeError) as e:
         if not hardware.is_out_of_memory(e):

@@ -36,7 +36,7 @@ FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
 # TFLOP/s of one GPU core, in any type: the chip's figure divided by its number of cores. Apple
 # publishes no figure for later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
-MIN_BF32_DIM = 128  # narrowest model for which several threads use bf32 by themselves
+MIN_BF32_DIM = 128  # min model width for which dtype "auto" chooses bf32 with several threads
 # torch dtype of the values of the setting `dtype`, except "auto".
 TORCH_DTYPES = {"float32": torch.float32, "bf32": torch.float32, "bfloat16": torch.bfloat16,
                 "float16": torch.float16}
@@ -46,8 +46,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bf32": torch.float32, "bfloat16": tor
 
 def has_bfloat16(device):
     """
-    Return whether a device multiplies matrices faster in bfloat16 than in float32: NVIDIA's from
-    Ampere on, CPUs with AMX, and AMD's CPUs with AVX-512 BF16. An Intel CPU with AVX-512 BF16 but
+    Return whether a device multiplies matrices faster in bfloat16 than in float32: NVIDIA GPUs from
+    Ampere on, CPUs with AMX, and AMD CPUs with AVX-512 BF16. An Intel CPU with AVX-512 BF16 but
     without AMX took twice as long in bfloat16 as in float32 (doc/lab/train_speed.md).
     """
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def has_bfloat16(device):
 
 
 def is_amd():
-    """Return whether AMD made the processor; False if the system does not say."""
+    """Return whether AMD made the processor; False if unknown."""
     with suppress(OSError):
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     return False
@@ -67,8 +67,8 @@ def is_amd():
 
 def use_dtype(config, device, dim):
     """
-    Set the precision of this process's products to the setting `dtype`, and return the torch dtype
-    of autocast; float32: no autocast. dim: width of the model.
+    Set the precision of this process's matrix products to the setting `dtype`, and return the torch
+    dtype of autocast; float32: no autocast. dim: width of the model.
 
     "auto" is bfloat16 on NVIDIA GPUs that support it, float16 on older ones with tensor cores
     (V100, T4), bf32 on CPUs with AMX (see default_dtype), and float32 elsewhere.
@@ -93,8 +93,9 @@ def use_dtype(config, device, dim):
 
 def default_dtype(device, dim, compiles):
     """
-    Return the value of the setting `dtype` that "auto" stands for. compiles: with --compile. Two
-    threads that share a product in bf32 gain nothing for a model narrower than MIN_BF32_DIM.
+    Return the value of the setting `dtype` that "auto" stands for. compiles: whether --compile is
+    set. For a model narrower than MIN_BF32_DIM, two threads that share a product in bf32 gain
+    nothing.
     """
     if device.type == "cpu":
         is_faster = dim >= MIN_BF32_DIM or torch.get_num_threads() == 1
@@ -177,8 +178,8 @@ def is_out_of_memory(error):
 def free_memory(device):
     """
     Return the max bytes that this process can still get; None if unknown. On a GPU this is its free
-    memory, and what PyTorch keeps of it without a tensor; on Linux what the system can make
-    available, swap included, within the limits of this process's control groups.
+    memory plus the memory that PyTorch has reserved but no tensor uses; on Linux what the system
+    can make available, swap included, within the limits of this process's control groups.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -214,7 +215,7 @@ def free_memory(device):
 
 
 def release_memory(device):
-    """Give back what PyTorch keeps of a GPU's memory without a tensor, for other processes."""
+    """Release GPU memory that PyTorch has reserved but no tensor uses, for other processes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -277,8 +278,8 @@ def published_flops(name, dtype, cores=0):
 def peak_flops(device, dtype, given=0.0):
     """
     Return (peak FLOP/s of a device, where the figure comes from): `given` in TFLOP/s if it is not
-    0, else of the data sheet, else of a measured matrix product. T4 and V100, which only emulate
-    bfloat16, are measured in that type.
+    0, else from the data sheet, else from a measured matrix product. T4 and V100, which only
+    emulate bfloat16, are measured in that type.
     """
     if given:
         return given * 1e12, "given by --peak_tflops"

@@ -29,9 +29,9 @@ MAX_ADOPTED_CONTEXT = 1024  # tokens; fine-tuning uses a longer context only if 
 def read_model(path, tokenizer=""):
     """
     Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face, PEFT or Meta
-    folder, which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
-    ModelArgs, Tokenizer or None, {metadata that an export keeps}). Except for runs, a tensor is
-    read from disk at each access.
+    folder, for which the path of a .safetensors or .pth file in it may be given. Return ({name:
+    tensor}, ModelArgs, Tokenizer or None, {metadata that an export keeps}). Except for runs, a
+    tensor is read from disk at each access.
 
     tokenizer: a vocabulary file to use instead of the one that comes with the model.
     """
@@ -55,8 +55,8 @@ def read_model(path, tokenizer=""):
 
 def read_any(path, with_tokenizer):
     """
-    Return what `read_model` does, from whatever the path holds. with_tokenizer: False returns None
-    for the model's own tokenizer, and leaves out the metadata's token ids, which belong to it.
+    Return what `read_model` does, from a model of any kind. with_tokenizer: False returns None for
+    the model's own tokenizer, and leaves out the metadata's token ids, which belong to it.
     """
     if path.suffix in (".pth", ".safetensors") and path.is_file():
         huggingface.refuse_unread(path)
@@ -86,8 +86,8 @@ def read_any(path, with_tokenizer):
 def read_peft(folder, with_tokenizer):
     """
     Return what `read_any` does, from a folder of PEFT's adapters, merged into the base model that
-    the folder names. Its own tokenizer and chat template are used if it has them, as after tokens
-    were added.
+    the folder names. If the folder has a tokenizer and chat template of its own, as it does after
+    tokens were added, these are used instead of the base model's.
     """
     config = peft.read_config(folder)
     state, args, vocabulary, extra = read_any(peft.base_path(folder, config), with_tokenizer)
@@ -115,7 +115,7 @@ def read_run(path, with_tokenizer):
 def checked_model(saved, file, dtype=torch.float32):
     """
     Return ({name: tensor}, ModelArgs, lora.LoRA or None) of the dict in a checkpoint's model.pt.
-    dtype: of the LoRA. Exit with a message if they do not fit each other.
+    dtype: of the LoRA. Exit with a message if they do not match.
     """
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
     adapters = lora.of_checkpoint(saved, dtype)
@@ -146,7 +146,7 @@ def read_adapters(path):
 
 
 def load_model(path, tokenizer, device):
-    """Return (Transformer in evaluation mode, its Tokenizer) from whatever `read_model` reads."""
+    """Return (Transformer in evaluation mode, its Tokenizer) of a model that `read_model` reads."""
     state, args, vocabulary, _ = read_model(path, tokenizer)
     if vocabulary is None:
         fail(f"{path}: holds no vocabulary; give --tokenizer=tokenizer.bin (or .model, or .json)")
@@ -176,8 +176,8 @@ def teachers_vocabulary(config, given):
 
 def load_teachers(config, dataset, device):
     """
-    Return the models of --teacher, Transformers in evaluation mode, [] without. Ends the program if
-    one of them has another vocabulary than the dataset, or a shorter context.
+    Return the models of --teacher, Transformers in evaluation mode; [] if it names none. Ends the
+    program if one of them has another vocabulary than the dataset, or a shorter context.
     """
     if config.teacher and dataset.masks:
         fail(f"--teacher={config.teacher}: {config.data} holds conversations, expected a text")
@@ -203,7 +203,7 @@ def start_from(model, path, resuming, check=True, grows=False, noise=0.0):
     value} of its chat template and of the ids of padding and of tokens that end an answer; the
     run's checkpoints store them. resuming: whether the path is a checkpoint of this run; check:
     passed to checkpoint.load; grows: whether the model may have more tokens than those weights, see
-    with_new_rows; noise: see with_noise. A resumed run has grown and got its noise before.
+    with_new_rows; noise: see with_noise. The weights of a resumed run already have both.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -225,10 +225,11 @@ def start_from(model, path, resuming, check=True, grows=False, noise=0.0):
 
 def with_new_rows(state, vocab_size):
     """
-    Return weights {name: tensor} with at least vocab_size rows in embedding and classifier. The
-    vocabulary of conversations has markers that that of a base model may lack. Each of their rows
-    is the mean of the others: a marker then begins as likely as an average token, and hardly
-    changes the probabilities of the others (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
+    Return weights {name: tensor} with at least vocab_size rows in embedding and classifier. A
+    vocabulary for conversations has markers that a base model's vocabulary may lack. Each of their
+    rows is initialized to the mean of the others: a marker is then as likely as an average token,
+    and hardly changes the probabilities of the others.
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html
     """
     longer = {}
     for name in {"tok_embeddings.weight", "output.weight"} & state.keys():
@@ -243,9 +244,9 @@ def with_new_rows(state, vocab_size):
 def with_noise(state, std):
     """
     Return weights {name: tensor} with noise of this standard deviation added to the embedding, and
-    to a classifier that shares its weights. It tells apart tokens that the base model had no reason
-    to: their rows are nearly equal, so that no attention can find or copy one of them. The noise
-    depends on PyTorch's random state. doc/lab/chat.md
+    to a classifier that shares its weights. It separates tokens that the base model had no reason
+    to distinguish: their rows are nearly equal, so attention can't find or copy one of them. The
+    noise depends on PyTorch's random state. doc/lab/chat.md
     """
     embedding = state["tok_embeddings.weight"]
     noisy = embedding + std * torch.randn(embedding.shape).to(embedding)
@@ -257,8 +258,9 @@ def with_noise(state, std):
 
 def plan_lora(config, dtype, path, resuming):
     """
-    Return the lora.LoRA of a run with these settings that starts from a path; dtype: torch dtype of
-    the training. A resumed run has that of its checkpoint, except for the dtype. None: no LoRA.
+    Return the lora.LoRA of a run with these settings that starts from a path, None without LoRA.
+    dtype: torch dtype of the training. A resumed run has the LoRA of its checkpoint, except for the
+    dtype.
     """
     if resuming:
         with reading(path, "a model", fail):
@@ -310,7 +312,7 @@ def adopt(config, given):
     """
     Return ({setting: value} that fine-tuning takes from the model at init_from, that model's
     ModelArgs). The settings are its sizes and vocabulary, and, unless given, its context and a
-    tenth of the learning rate for its width; for LoRA that rate, and AdamW.
+    tenth of the learning rate for its width; for LoRA the whole learning rate, and AdamW.
 
     given: names of the settings that the user gave. Ends the program if one of the sizes or the
     vocabulary is given and differs from the model's.
@@ -337,11 +339,11 @@ def adopt(config, given):
             fail(f"--{name}={value}: fine-tuning keeps sizes and vocabulary of {config.init_from}, "
                  f"where {name} is {before.get(name, adopted.get(name))}; leave --{name} out, or "
                  "train from scratch, without --init_from")
-    # The vocabulary's file has its size, to which conversations add their markers.
+    # The vocabulary file determines vocab_size, to which conversations add their markers.
     adopted.pop("vocab_size", None)
     suggested = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
                  "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}  # two digits
-    if config.lora_rank:  # adapters learn at ten times the rate, better by AdamW: doc/lab/lora.md
+    if config.lora_rank:  # adapters need ten times the rate, and AdamW is better: doc/lab/lora.md
         suggested |= {"learning_rate": rate_for(args.dim), "optimizer": "adamw"}
     # Without this limit an evaluation would prepare all of a large text.
     if config.eval_only and before.get("max_text_bytes"):

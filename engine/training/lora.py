@@ -48,7 +48,7 @@ class LoRA(NamedTuple):
     alpha: adapters are scaled by alpha / rank.
     dtype: torch dtype in which frozen matrices are multiplied, and stored unless quantized.
     quantized: names of the matrices that are stored in Q8_0, such as "layers.0.attention.wq".
-    frozen_rows: vocabulary size of the base model. Tokens from this one on get new rows.
+    frozen_rows: vocabulary size of the base model. Tokens with ids from this one on get new rows.
     """
     rank: int
     targets: tuple
@@ -192,8 +192,9 @@ class Linear(Frozen):
 class Table(Frozen):
     """
     An embedding or a classifier: the frozen rows of the base model's tokens, followed by `new_rows`
-    (N, D), the trained rows of the N tokens that it lacks. Those are the markers of conversations,
-    such as the one that ends an answer: with a frozen row, a model could not learn to end answers.
+    (N, D), the trained rows of the N tokens that the base model lacks. Those are the markers of
+    conversations, such as the one that ends an answer: with a frozen row, a model could not learn
+    to end answers.
     """
 
     def __init__(self, shape, lora, is_quantized, device):
@@ -425,8 +426,8 @@ def stored(lora):
 
 def of_checkpoint(saved, dtype=torch.float32):
     """
-    Return the LoRA that stored() put into a checkpoint, None without one. saved: the dict in the
-    checkpoint's model.pt; dtype: see LoRA, it is not stored. Raises KeyError, TypeError or
+    Return the LoRA that stored() put into a checkpoint; None if there is none. saved: the dict in
+    the checkpoint's model.pt; dtype: see LoRA, it is not stored. Raises KeyError, TypeError or
     ValueError if a value is missing or invalid.
     """
     if "lora" not in saved:

@@ -55,7 +55,7 @@ def check(config):
 def make_folder(config):
     """
     Make a temporary folder beside the run's and return its path. The end of the program removes it.
-    Called by the master, once per session of a dry run: the later ones have the folder already.
+    Called by the master, once per session of a dry run: later sessions already have the folder.
     """
     if config.out_dir in [str(folder) for folder, _ in temporary]:
         return config.out_dir

@@ -1,26 +1,26 @@
 """
-What n-grams predict: interpolated Kneser-Ney, with one discount for each order.
+Predictions of n-grams: interpolated Kneser-Ney smoothing, with one discount for each order.
 https://doi.org/10.1006/csla.1999.0128 (equations 15 and 17)
 
-A model knows a small text by heart before it predicts others like it as well as n-grams do. So they
-are one more teacher of a distillation (distill.py). They count the training text, and predict it
-and the text that the teachers have written. Where they predict the training text, the predicted
-place is left out of the counts, which would give its token away.
+A model memorizes a small text before it predicts similar texts as well as n-grams do. So n-grams
+are an additional teacher of a distillation (distill.py). They are counted in the training text, and
+predict it and the text that the teachers have written. When they predict a token of the training
+text, that occurrence is left out of the counts, as it would reveal the token.
 
-The order of a context is its number of tokens. A pair is a context and a token that occurs after
-it. Shapes: N tokens, V vocabulary, n rows, each with a place of the tokens or a context.
+A place is an index into the tokens. The order of a context is its number of tokens. A pair is a
+context and a token that occurs after it. Shapes: N tokens, V vocabulary, n places or contexts.
 """
 import numpy as np
 
 ORDER = 8         # tokens of the longest context
-TEXTS = 256       # texts that are written side by side
-SEED = 1337       # of the writing
-MAX_VOCAB = 8192  # max vocabulary; the table of order 1 then takes 256 MiB
-MAX_KEPT = 1 << 28  # max bytes of kept predictions
+TEXTS = 256       # texts that are written in parallel
+SEED = 1337       # seed of the written text
+MAX_VOCAB = 8192  # max vocabulary size; the table of order 1 then takes 256 MiB
+MAX_KEPT = 1 << 28  # max bytes of cached predictions
 
 
 def kept_bytes(n, V):
-    """Return the bytes of the predictions that Ngrams keep for n places; 0: too many to keep."""
+    """Return the bytes of the predictions that Ngrams cache for n places; 0: too many to cache."""
     size = 4 * n * V
     return size if size <= MAX_KEPT else 0
 
@@ -30,11 +30,12 @@ class Order:
     The pairs of one order. They are numbered by context, then token: those of context c are
     first[c] to first[c + 1] - 1.
 
-    context_of, pair_of: (N,), numbers of the context before each place and of the pair there.
-    token: (pairs,), of each pair. By count_pairs: count, (pairs,), how often it occurs in what
-    Ngrams passes, see there; counts_before, (pairs,), the sum of the counts of pairs with lower
-    numbers; total, kinds, (contexts,), sum of the counts of a context, and how many of them are not
-    0; discount, what is taken from each count that is not 0 and given to shorter contexts.
+    context_of, pair_of: (N,), the numbers of the context before each place and of the pair there;
+    token: (pairs,), the token of each pair. count_pairs sets count: (pairs,), how often each pair
+    occurs at the places that Ngrams passes; counts_before: (pairs,), the sum of the counts of all
+    pairs with lower numbers; total: (contexts,), the sum of a context's counts; kinds: (contexts,),
+    how many of these are not 0; discount: what is subtracted from each nonzero count and left to
+    shorter contexts.
     """
 
     def __init__(self, context_of, tokens, V):
@@ -62,7 +63,7 @@ class Order:
     def draw(self, context, dice):
         """
         Draw a pair of each context (n,) in proportion to the counts. Return (token, is_kept): with
-        the probability discount / count it is not kept, and a shorter context decides.
+        probability discount / count, the draw is not kept, and a shorter context decides.
         """
         drawn = self.counts_before[self.first[context]] + dice.integers(self.total[context])
         pair = np.searchsorted(self.counts_before, drawn, "right") - 1
@@ -80,7 +81,7 @@ class Order:
         if self.table is not None:
             found += scale.astype(np.float32)[:, None] * self.table[context]
             return
-        # The pairs of all contexts, one after the other: lengths[i] for row i, from first[i] on.
+        # The pairs of all contexts, concatenated: lengths[i] for row i, beginning with first[i].
         first, lengths = self.first[context], self.first[context + 1] - self.first[context]
         row = np.repeat(np.arange(len(found)), lengths)
         pair = np.arange(len(row)) + np.repeat(first - np.cumsum(lengths) + lengths, lengths)
@@ -89,10 +90,10 @@ class Order:
 
 class Ngrams:
     """
-    Count the first `counted` of tokens (N,), and predict at any place of them. The tokens are a
-    ring: the context of the first ones is the end.
+    N-grams of the first `counted` of the tokens (N,), which predict the token at any place. The
+    tokens form a ring: the last ones are the context of the first ones.
 
-    A training asks for each place once a reading, so predictions are kept, if those of all places
+    Training asks for each place once per epoch, so predictions are cached if those of all places
     fit in MAX_KEPT bytes.
     """
 
@@ -102,25 +103,25 @@ class Ngrams:
         for order in range(ORDER + 1):
             self.orders.append(Order(context_of, self.tokens, V))
             if order < ORDER:
-                # A context that is one token longer: the number of this one, and that token.
+                # The key of the context one token longer: the number of this one, and that token.
                 keys = context_of * V + np.roll(self.tokens, order + 1)
                 keys, context_of = np.unique(keys, return_inverse=True)
                 self.context_keys.append(keys)
-        # A pair of the longest order counts once for each place, a shorter one once for each token
-        # that occurs before it, which is each counted pair of the next longer order.
+        # A pair of the longest order counts once per place. A shorter pair counts once per
+        # different token before it, that is, once per counted pair of the next longer order.
         places = np.arange(counted)
         for order in reversed(self.orders):
             order.count_pairs(order.pair_of[places])
             places = order.a_place_of_each()
-        for order in self.orders[:2]:  # those with many pairs for each context
+        for order in self.orders[:2]:  # the orders with many pairs for each context
             order.make_table(V)
-        self.kept = None  # (N, V) float32, the rows of the places where is_kept (N,)
+        self.kept = None  # (N, V) float32, cached predictions of the places where is_kept (N,)
         if kept_bytes(len(tokens), V):
             self.kept = np.empty((len(tokens), V), np.float32)
             self.is_kept = np.zeros(len(tokens), bool)
 
     def probabilities(self, places):
-        """Return the probabilities of the tokens that may stand at places (n,): (n, V) float32."""
+        """Return the probabilities of all tokens at places (n,): (n, V) float32."""
         if self.kept is None:
             return self.predict(places)
         new = places[~self.is_kept[places]]
@@ -133,28 +134,28 @@ class Ngrams:
         rows, actual = np.arange(len(places)), self.tokens[places]
         found = np.zeros((len(places), self.V), np.float32)
         weight = np.ones(len(places))  # the probability that longer orders leave to this one
-        is_left_out = places < self.counted  # the place is 1 of its pair's count in this order
+        is_left_out = places < self.counted  # the place adds 1 to its pair's count in this order
         for order in reversed(self.orders):
             context = order.context_of[places]
-            # The place is all of that count: without it the pair does not occur.
+            # That count is 1: without the place, the pair does not occur.
             is_only = is_left_out & (order.count[order.pair_of[places]] == 1)
             total = order.total[context] - is_left_out
-            # What one count adds to a probability; 0 if at most this place has this context.
+            # What one count adds to a probability; 0 if no other place has this context.
             scale = np.where(total > 0, weight / np.maximum(total, 1), 0)
             order.add(found, context, scale)
-            # The pair has its count less 1, or, where that is 0, nothing.
+            # Leave out the place: subtract 1 or, if the count was 1, the whole discounted count.
             found[rows, actual] -= scale * np.where(is_only, 1 - order.discount, is_left_out)
             kinds = order.kinds[context] - is_only
             weight = np.where(total > 0, scale * order.discount * kinds, weight)
-            # A pair that still occurs elsewhere counts as before in the next shorter order.
+            # A pair that still occurs elsewhere keeps its count in the next shorter order.
             is_left_out = is_only
         return found + (weight / self.V).astype(np.float32)[:, None]
 
     def write(self, n):
         """
-        Return n tokens, or up to TEXTS - 1 more, drawn from what the n-grams predict: TEXTS texts,
-        one after the other, each of which continues the text from a random place. All tokens must
-        be counted.
+        Return n tokens, or up to TEXTS - 1 more, sampled from the n-grams: TEXTS texts,
+        concatenated, each of which continues the text from a random place. All tokens must be
+        counted.
         """
         dice = np.random.Generator(np.random.PCG64(SEED))
         starts = dice.integers(self.counted, size=TEXTS)
@@ -166,9 +167,9 @@ class Ngrams:
         return np.stack(columns, 1).ravel()
 
     def draw(self, recent, dice):
-        """Return a token after each row of recent tokens (n, ORDER), the oldest first: (n,)."""
+        """Sample a token after each row of recent tokens (n, ORDER), oldest first. Return (n,)."""
         rows, context = np.arange(len(recent)), np.zeros(len(recent), np.int64)
-        known = [(rows, context)]  # of each order: the rows whose context occurs, and its number
+        known = [(rows, context)]  # per order: rows whose context occurs, and the context's number
         for order, context_keys in enumerate(self.context_keys):
             keys = context * self.V + recent[rows, ORDER - 1 - order]
             number = np.searchsorted(context_keys, keys)
@@ -180,4 +181,4 @@ class Ngrams:
             rows, context = rows[is_open[rows]], context[is_open[rows]]
             drawn[rows], is_kept = order.draw(context, dice)
             is_open[rows] = ~is_kept
-        return drawn  # where no draw was kept, that of order 0: a token that occurs
+        return drawn  # if no draw was kept, the last one, of order 0: a token that occurs

@@ -5,9 +5,10 @@ The evidence for the rules that use the text and the time budget is in doc/lab/o
 `given` is the set of settings that the user has set, which no rule changes; `size` is the number of
 bytes of the text; `setup` is the costs.TrialSetup with which the time of a step is measured.
 
-A plan is {setting: (value, reason)}. It is made in three parts. plan_characters looks at a small
-text. plan_shape comes next, since the shape of the model decides the size of any other vocabulary.
-plan_length needs the number of tokens of the text, which is known once the text is encoded.
+A plan is {setting: (value, reason)}. It is made in three parts. plan_characters decides whether the
+tokens of a small text are characters. plan_shape comes next, since the shape of the model decides
+the size of any other vocabulary. plan_length needs the number of tokens of the text, which is known
+once the text is encoded.
 """
 import math
 import time
@@ -32,20 +33,21 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 
 DEFAULT_MINUTES = {"cpu": 5.0, "gpu": 20.0}
 MAX_SEQUENCES = 32    # max sequences per forward pass
 MAX_CONTEXT = 1024    # max tokens of context
-RESERVE = 0.03        # fraction of the time budget that is kept for what follows the last step
+RESERVE = 0.03        # fraction of the time budget reserved for the work after the last step
 TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 3, 12   # min and max per run
 EVAL_FRACTION = 0.08  # max fraction of a run's time for evaluations, if there are more than the min
-OFTEN = 10            # readings of a text from which on weights are averaged and n-grams may teach
+OFTEN = 10            # min epochs for averaging weights, and for n-grams as teachers
 NGRAMS_TEACH_BELOW = 200_000  # bytes; a larger text teaches a model more than n-grams do
-CHARACTERS_BELOW = 300_000  # bytes of a text in a script of several bytes a character, below which
-                            # characters learn more than bytes or pieces
-TWO_TABLES_FROM = 500_000  # bytes of a text from which on two tables memorize it no sooner than one
+CHARACTERS_BELOW = 300_000  # bytes of a text in a script with several bytes per character, below
+                            # which characters are better tokens than bytes or subwords
+TWO_TABLES_FROM = 500_000  # bytes of a text from which untied embedding and classifier memorize it
+                           # no sooner than tied ones
 RARE_TOKENS_BETA2 = 0.999  # with 0.95, AdamW forgets a rare token's gradients before it occurs
                            # again; the classifier gains most
 LARGE_TEXT = 1 << 26  # a text of at least this many bytes may be prepared in part
-GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
-                      # below, it still waits for kernel launches
+GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step more than this many times
+                      # as long; otherwise it still waits for kernel launches
 GPU_MEMORY = 0.85     # max fraction of a GPU's free memory that a training is expected to use
 
 
@@ -53,7 +55,7 @@ GPU_MEMORY = 0.85     # max fraction of a GPU's free memory that a training is e
 
 def derive_from_depth(config, given, vocab_size):
     """
-    Return {setting: value} of a run of config.depth that a laptop can train.
+    Return {setting: value} of a run with depth config.depth that a laptop can train.
 
     The width is 16 per layer, rounded up to whole heads of 32; the run reads 8 tokens per
     parameter. Tokens per step and learning rate follow from the FLOPs C of the run with the
@@ -102,8 +104,8 @@ def derives_from_time(config, given):
 
 def plan_characters(config, given, size):
     """
-    Return the plan of a vocabulary of characters for a small text in a script of several bytes a
-    character, or {}.
+    Return the plan of a vocabulary of characters for a small text in a script with several bytes
+    per character; {} in other cases.
     """
     if size > CHARACTERS_BELOW or given & {"vocab_source", "vocab_size", "max_vocab_size"}:
         return {}
@@ -121,8 +123,8 @@ def plan_shape(config, given, size, setup):
     Return the plan of the shape: the widest model that the text can use, that fits in memory and
     that can be trained on enough tokens within the time budget.
 
-    Widths are tried from the narrowest on, each with a measured step, until one is too wide; the
-    narrowest valid one is taken in any case. Ends the program if no width is valid.
+    Widths are tried in ascending order, each with a measured step, until one is too wide; the
+    narrowest valid one is accepted in any case. Ends the program if no width is valid.
     """
     device = setup.device.type
     minutes = config.minutes or DEFAULT_MINUTES["cpu" if device == "cpu" else "gpu"]
@@ -132,7 +134,7 @@ def plan_shape(config, given, size, setup):
         trial = config.changed(**values(candidate))
         block_params, vocab_size = 12 * trial.n_layers * dim ** 2, expected_vocab_size(trial, size)
         args = setup.build.model_args(trial, vocab_size)
-        if args.problem():  # a given number of heads, say, does not divide this width
+        if args.problem():  # for example, a given number of heads does not divide it
             problem = problem or args.problem()
             continue
         reason = ""
@@ -156,7 +158,7 @@ def plan_shape(config, given, size, setup):
 def is_fast_enough(config, vocab_size, setup, minutes):
     """
     Return whether this machine can train on min_tokens in this time. If not, the step is measured
-    once more, because other programs may have made it slow.
+    once more, because other programs may have slowed it.
     """
     steps = min_tokens(12 * config.n_layers * config.dim ** 2) / tokens_per_step(config)
     seconds = TRAINING_SECONDS * minutes / steps  # the longest step that is fast enough
@@ -167,8 +169,8 @@ def fits(config, args, setup, free):
     """
     Return whether a training is expected to fit into `free` bytes (None: unknown).
 
-    On a GPU the expected peak counts, which has not been compared with one there. On a CPU it is
-    twice the lower bound, which omits temporaries and Python itself.
+    On a GPU the estimate is expected_memory, which has not been compared with a measured peak
+    there. On a CPU it is twice the lower bound, which omits temporaries and Python itself.
     """
     if not free:
         return True
@@ -205,9 +207,9 @@ def shape_of_width(config, given, dim, size):
     is_ample = has_ample_text(dim, layers, size)
 
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), MAX_CONTEXT)
-    # A val_fraction of 0 stands for a tenth.
+    # A val_fraction of 0 means a tenth.
     smaller_split = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)  # bytes
-    while context > 4 and smaller_split < 4 * context:  # a split needs a context, 4 bytes per token
+    while context > 4 and smaller_split < 4 * context:  # at 4 bytes per token, a split is too short
         context //= 2
     context = config.max_seq_len if "max_seq_len" in given else context
 
@@ -223,7 +225,7 @@ def shape_of_width(config, given, dim, size):
     passes = math.ceil(sequences / MAX_SEQUENCES)
 
     tied = (True, "embedding and classifier share a table, so as not to memorize the text")
-    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: a new, large enough one
+    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: a new one, of many tokens
     begins_with_counts = config.bigram_start
     if "bigram_start" not in given and size >= TWO_TABLES_FROM:
         begins_with_counts = not vocab_size or has_many_tokens(vocab_size, dim)
@@ -251,8 +253,8 @@ def shape_of_width(config, given, dim, size):
 
 def plan_context(config, given, prepared):
     """
-    Return the plan of a longer context, and of a smaller batch in turn, if conversations need one;
-    {} if not, and for texts, which may be cut anywhere. prepared: the Prepared tokens.
+    Return the plan of a longer context, and of a smaller batch in turn, if conversations need it;
+    {} if they do not, and for texts, which may be cut anywhere. prepared: the Prepared tokens.
     """
     if not prepared.masks or "max_seq_len" in given:
         return {}
@@ -271,10 +273,11 @@ def max_vocab_size(dim, n_layers, size):
     """
     Return the max vocabulary size for a text of `size` bytes; 0: use single bytes as tokens.
 
-    The blocks have 12 L D^2 parameters (L layers, width D). So 6 L D rows make a tied embedding a
-    third of all parameters; 18 L D rows make embedding and untied classifier three quarters;
-    more than a third is taken only up to 4,096 rows. On average, each token needs 192 bytes of text
-    to be learned. A text that is read often teaches fewer: 1,800 tokens from 1 MB.
+    The blocks have 12 L D^2 parameters (L layers, width D). So with 6 L D rows, a tied embedding
+    has a third of all parameters; with 18 L D rows, embedding and untied classifier have three
+    quarters, but more than a third is allowed only up to 4,096 rows. On average, each token needs
+    192 bytes of text to be learned. A text that is read often supports fewer tokens: 1,800 for
+    1 MB.
     """
     rows_of_third = 6 * n_layers * dim
     if has_ample_text(dim, n_layers, size):
@@ -292,8 +295,9 @@ def has_ample_text(dim, n_layers, size):
 
 def has_many_tokens(vocab_size, dim):
     """
-    Return whether a vocabulary is so large for the width that its tables should begin with counts
-    of pairs; 65 characters in 128 dimensions learn more from random tables.
+    Return whether a vocabulary is so large for the width that embedding and classifier should be
+    initialized from counts of token pairs. With 65 characters and width 128, a model learns more
+    with random initialization.
     """
     return vocab_size >= 4 * dim
 
@@ -318,8 +322,8 @@ def expected_vocab_size(config, size):
 def max_block_params(size):
     """
     Return the max parameters of the blocks for a text of `size` bytes; a larger model memorizes it.
-    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; beyond these, few experiments
-    were made.
+    100 kB allow width 112 with 2 layers, and 1 MB width 192 with 3; few experiments were made
+    outside this range.
     """
     return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
@@ -332,7 +336,7 @@ def min_tokens(block_params):
 def batch_tokens(block_params):
     """
     Return the tokens per step, computed from the FLOPs of the training as in derive_from_depth. The
-    FLOPs are taken as 9 per block parameter and token.
+    FLOPs are approximated as 9 per block parameter and token.
     """
     return max(512, round(0.05 * (9 * block_params * min_tokens(block_params)) ** 0.3271))
 
@@ -353,12 +357,12 @@ def plan_length(config, given, meta, setup):
     useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
-    # Beside a GPU's steps, the CPU would take too long to compute what n-grams predict.
+    # Compared with a GPU's steps, the CPU would take too long to compute n-gram predictions.
     may_be_taught = ("teacher" not in given and not config.teacher and setup.device.type == "cpu"
                      and distill.ngrams_can_teach(meta) and not resume.is_fine_tuning(config))
     if may_be_taught and epochs >= OFTEN and meta["train_bytes"] < NGRAMS_TEACH_BELOW:
         config = config.changed(teacher=distill.NGRAMS_ALONE)
-    written = distill.written_tokens(config, meta)  # read beside the text
+    written = distill.written_tokens(config, meta)  # read in addition to the text
     text_epochs = epochs * meta["train_tokens"] / (meta["train_tokens"] + written)
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
     # Whether the model is new and has many tokens.
@@ -367,8 +371,9 @@ def plan_length(config, given, meta, setup):
     begins_with_counts = config.bigram_start
     if "bigram_start" not in given:
         begins_with_counts = has_many and not config.tie_embeddings
-    # Bytes, characters and the pieces of the built-in stories are all frequent. With Muon, beta2
-    # applies to tables, norms and biases; with AdamW it would apply to the blocks, too.
+    # Bytes, characters and the subword tokens of the built-in stories are all frequent. With Muon,
+    # beta2 applies to embedding, classifier, norms and biases; with AdamW it would apply to the
+    # blocks too.
     has_rare_tokens = (has_many and meta.get("vocab_source") not in ("byte", "char")
                        and config.data.split(":")[0] != "stories")
     averages_for_long = has_rare_tokens and config.optimizer == "muon"
@@ -380,8 +385,8 @@ def plan_length(config, given, meta, setup):
         f"more than there is time for: the time allows about {steps:,} steps, {read}")
     if useful_steps < possible_steps:
         max_iters = steps, f"{read}: the model would memorize it if it read it more often"
-    # Every evaluation reads the same tokens, however fast the machine is, so that runs compare. Per
-    # token, a training step computes three times as much as an evaluation.
+    # Every evaluation reads the same tokens on fast and slow machines, so that runs are comparable.
+    # Per token, a training step computes three times as much as an evaluation.
     eval_tokens = sum(eval_limits(config.eval_iters, meta).values())
     affordable = 3 * EVAL_FRACTION * steps * tokens_per_step(config) / eval_tokens
     evaluations = min(max(int(affordable), EVALUATIONS[0]), EVALUATIONS[1])
@@ -456,7 +461,7 @@ def fraction_read(epochs, meta):
 
 
 def max_epochs(size):
-    """Return how often a text of `size` bytes is read at most: 70 times 10 kB, 19 times 1 MB."""
+    """Return the max epochs for a text of `size` bytes: 70 for 10 kB, 19 for 1 MB."""
     return 70 * (max(size, 1000) / 10_000) ** -0.28
 
 
@@ -468,8 +473,9 @@ def dropout_for(epochs):
 
 def average_for(epochs):
     """
-    Return weight_average. An average changes nothing where the falling rate itself averages; where
-    a model memorizes the text as the rate falls, its average is ahead of it.
+    Return weight_average. Averaging changes nothing where the falling learning rate has the same
+    effect; where a model memorizes the text as the rate falls, the averaged weights are better than
+    the last ones.
     """
     return 0.15 if epochs >= OFTEN else 0.0
 
@@ -499,13 +505,13 @@ def training_seconds(minutes):
     return 60 * max(minutes / 2, minutes * (1 - RESERVE) - spent)
 
 
-# ---- what others ask -----------------------------------------------------------------------------
+# ---- for other programs --------------------------------------------------------------------------
 
 def text_settings(values, given, build):
     """
     Return the plan of the settings with which `train.py --data=SOURCE` prepares its text on this
-    machine: of the vocabulary, and max_text_bytes. values: {setting of train.py: value}; given:
-    names of those that the user set.
+    machine: those of the vocabulary, and max_text_bytes. values: {setting of train.py: value};
+    given: names of those that the user set.
     """
     path = Path(__file__).resolve().parents[2] / "train.py"
     defaults = {name: knob[0] for name, knob in source_knobs(path).items()}
@@ -522,7 +528,7 @@ def text_settings(values, given, build):
     return {name: plan[name] for name in names if name in plan}
 
 
-# ---- what the user is told -----------------------------------------------------------------------
+# ---- messages for the user -----------------------------------------------------------------------
 
 def limiting_factor(config, state, row, meta):
     """
@@ -540,7 +546,7 @@ def limiting_factor(config, state, row, meta):
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
                 f"prepared ({read}): more --max_text_bytes lowers the loss")
     # A derived max_iters is reached only after max_epochs; one that is reached earlier was given.
-    # A derived one counts all steps as readings of the text, also those on what teachers wrote.
+    # A derived one counts all steps as epochs of the text, including those on teachers' text.
     planned = epochs * (1 + distill.written_tokens(config, meta) / meta["train_tokens"])
     if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
@@ -554,14 +560,14 @@ def limiting_factor(config, state, row, meta):
 
 
 def beyond_the_text(config, state, meta):
-    """Return in words what lowers a loss that the text limits."""
+    """Return words that say what lowers a loss that is limited by the text."""
     words = "more text lowers the loss, more time hardly"
-    # Models would add nothing to n-grams that write, either.
+    # With n-grams that write text, models as teachers would not lower the loss further, either.
     is_taught = config.teacher and (distill.paths(config.teacher)
                                     or distill.written_tokens(config, meta))
     if is_taught or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
         return words
-    minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # three teachers, a student's two parts
+    minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # 3 teachers + 2 for the student
     return f"{words}, unless teachers spend it: --teacher=auto --minutes={minutes}"
 
 

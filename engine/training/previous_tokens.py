@@ -1,5 +1,5 @@
 """
-Start some attention heads of a new model such that each attends to a fixed, small distance: the
+Initialize some attention heads of a new model so that each attends to a fixed, small distance: the
 first to the previous token, the second to the token before that, and so on. Heads with random
 weights attend to all positions alike, and need hundreds of steps to learn where to look; with these
 heads, the model knows the order of the latest tokens from the start. doc/lab/own_text.md shows what
@@ -7,7 +7,7 @@ this gains. In trained models, such heads develop by themselves: https://arxiv.o
 
 A head attends to distance d if its query and its key are the same at all positions, and the query
 is the key rotated back by d positions. RoPE then rotates each by its own position, so that their
-product is largest at distance d. Positions before d have no such key, and attend to what there is.
+product is largest at distance d. Positions before d have no such key, and attend to the others.
 
 Shapes: T context, D model width, H query heads, K key/value heads, Q head width, N rows.
 """
@@ -15,7 +15,7 @@ import torch
 
 from engine.training import distributed
 
-MAX_HEADS = 4  # the more heads start this way, the fewer are free for other patterns
+MAX_HEADS = 4  # the more heads are initialized so, the fewer are free for other patterns
 SCORE = 20.0   # attention score at a head's distance. All other distances together usually get 2 to
                # 20 % of the attention then. With 30 and a context of 32 they get so little that the
                # trainer warns of exploded scores.
@@ -25,17 +25,17 @@ RIDGE = 1e-3   # strength of the ridge in vector_of_product_one, relative to the
 
 def start_heads(model, rows_are_random):
     """
-    Start heads in the first block of an untrained Transformer: half of them, but at least 2, at
-    most MAX_HEADS, and no more than there are heads or earlier positions. A model of fewer than
-    four heads starts none if its rows begin with counts, because config/record.py, with two heads,
-    learns less with them.
+    Initialize heads in the first block of an untrained Transformer: half of them, but at least 2,
+    at most MAX_HEADS, and no more than there are heads or earlier positions. In a model of fewer
+    than four heads, none are initialized if the embedding was computed from counts (bigrams.py),
+    because config/record.py, with two heads, learns less with them.
 
     A constant query and a constant key are added to what the random weights compute. They are
     biases if the model has them. Otherwise the weights compute them from what all normed rows of
     the embedding have in common. Rows that were drawn at random (`rows_are_random`) have nothing in
-    common, so a constant vector is added to them first. In a shared table, it leaves the classifier
-    as it was: it adds the same number to all logits of a position. Rows that were computed from the
-    text have a constant part.
+    common, so a constant vector is added to them first. A classifier that shares the table still
+    predicts the same: the vector adds the same number to all logits of a position. Rows that were
+    computed from the text have a constant part.
     """
     args, attention = model.args, model.layers[0].attention
     count = min(max(2, args.n_heads // 2), MAX_HEADS, args.n_heads, args.max_seq_len - 1)
@@ -43,9 +43,9 @@ def start_heads(model, rows_are_random):
         return
     device = model.rope.device
     queries, key = queries_and_key(model.rope.cpu(), count)  # (count, Q), (Q,)
-    # Groups of query heads share a key/value head. Start one head of each group, then the second of
-    # each, and so on. The other heads of a group see the constant key, too, which their random
-    # queries hardly prefer at any distance.
+    # Groups of query heads share a key/value head. Initialize one head of each group, then the
+    # second of each, and so on. The other heads of a group see the constant key too, which their
+    # random queries hardly prefer at any distance.
     q = torch.zeros(args.n_heads, args.head_dim)
     k = torch.zeros(args.n_kv_heads, args.head_dim)
     group_size = args.n_heads // args.n_kv_heads
@@ -60,8 +60,8 @@ def start_heads(model, rows_are_random):
             return
         rows = model.tok_embeddings.weight  # (V, D)
         if rows_are_random:
-            # Signs, so that AdamW finds all columns alike. All processes draw the same ones, as
-            # they drew the rows: their generators have the same seed.
+            # Random signs, so that for AdamW all columns have the same scale. All processes draw
+            # the same signs, as they drew the same rows: their generators have the same seed.
             rows += rows.square().mean().sqrt() * torch.randn(args.dim).sign().to(device)
         normed = model.layers[0].attention_norm(rows).float().cpu()
         vector = distributed.on_master(vector_of_product_one, normed)  # (D,)
@@ -82,10 +82,10 @@ def queries_and_key(rope, count):
     """
     n_pairs = rope.shape[1]
     cosines = (rope * rope[1]).sum(-1)  # (T, Q/2), cos((t - 1) angle) at distance t
-    mean_cosines = cosines.cumsum(1) / torch.arange(1, n_pairs + 1)  # column n - 1: of n pairs
+    mean_cosines = cosines.cumsum(1) / torch.arange(1, n_pairs + 1)  # column n - 1: of the first n
     n = 1 + (SCORE * mean_cosines).softmax(0)[1].argmax().item()
     # Attention divides by sqrt(Q), so that SCORE = n * length^2 / sqrt(Q).
-    length = (SCORE * (2 * n_pairs) ** 0.5 / n) ** 0.5  # of query and key in each pair
+    length = (SCORE * (2 * n_pairs) ** 0.5 / n) ** 0.5  # of query and key, in each pair
     key, queries = torch.zeros(n_pairs, 2), torch.zeros(count, n_pairs, 2)
     key[:n, 0] = length
     rotated_back = rope[1:count + 1, :n] * torch.tensor([1.0, -1.0])  # cosine and sine of -d angle

@@ -29,11 +29,11 @@ def new_state(config, clock, signature):
 
     Some of the keys: step, tokens: number of steps and tokens trained so far; sequences: number of
     sequences of the data read so far; best, best_step: the lowest validation loss and its step;
-    loss_sum, loss_steps: of the training losses since the last row of the log; last: the run's
-    last step if early_stop has set it; noted: kinds of metrics that have been reported as out of
-    range; chat: GGUF metadata of the chat format; schedule: see last_by_clock. note_best adds
-    "best_due" for early_stop, repeat.schedule "end": the last step of the repetition of a run that
-    a clock limited, None if there is no such step.
+    loss_sum, loss_steps: sum and number of the training losses since the last row of the log; last:
+    the run's last step if early_stop has set it; noted: kinds of metrics that have been reported as
+    out of range; chat: GGUF metadata of the chat format; schedule: see last_by_clock. note_best
+    adds "best_due" for early_stop. repeat.schedule adds "end": the last step of the repetition of a
+    run that a clock limited, None if there is no such step.
     """
     return {"step": 0, "tokens": 0, "sequences": 0, "best": math.inf, "best_step": None,
             "run_id": "", "loss_sum": 0.0, "loss_steps": 0, "last": None, "fixed": signature,
@@ -115,7 +115,7 @@ def end_soon(config, last_step, model, opt, state, writer):
     warn_of(distributed.on_master(writer.wait))
     best = state["best_due"][1]
     folder = checkpoint.step_folder(config.out_dir, best)
-    # If the best could not be saved, of which the user was warned, the present weights stay.
+    # If the best checkpoint could not be saved (a warning said so), keep the current weights.
     is_saved = distributed.on_master(checkpoint.complete, folder)
     if is_saved:
         load_checkpoint(folder, model, opt)
@@ -150,10 +150,10 @@ def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
 
 def last_by_clock(state, spent, anew=False):
     """
-    Return the step at which the clock will end a run, by its speed so far; inf without a limit.
-    spent: part of the time that is over. The step is extrapolated whenever 1 % more steps have been
-    taken or 1 % of the time has passed, and if `anew`. state["schedule"] keeps [step, result] of
-    each extrapolation: a repetition has the same learning rates with these.
+    Return the step at which the clock will end a run, extrapolated from its speed so far; inf
+    without a limit. spent: fraction of the time that has passed. The step is extrapolated whenever
+    1 % more steps have been taken or 1 % of the time has passed, and if `anew`. state["schedule"]
+    keeps [step, result] of each extrapolation, with which a repetition has the same learning rates.
     """
     step, schedule = state["step"], state.setdefault("schedule", [])
     if step and spent:
@@ -205,7 +205,7 @@ def ended_by(config, state):
 
 def say_finished(config, state, exports):
     """
-    Tell the user, who has started a finished run again, what can be done. exports: as of Training.
+    Tell the user, who has started a finished run again, what can be done. exports: see Training.
     Return the exit code: 0, or 2 if model.gguf is missing.
     """
     is_exported = not exports or Path(config.out_dir, "model.gguf").exists()

@@ -5,8 +5,8 @@ Repeat a run from its folder:
     python train.py out/my/config.json --seed=2    with another seed, in out/my-seed2
 
 On a CPU, with the same program and text, the repetition has the same losses bit for bit. A run that
---minutes or --max_minutes limits is repeated step by step: with its learning rates, to its last
-step, however long that takes now.
+--minutes or --max_minutes limits is repeated step by step: with the same learning rates, to the
+same last step, however long that takes now.
 """
 import dataclasses
 import math
@@ -44,8 +44,8 @@ def settings(values, defaults):
              if name in defaults and name not in OF_FOLDER}
     if found.get("init_from", "auto") in resume.STARTS:
         return found | {"init_from": "auto"}
-    # Fine-tuning takes the sizes from the model that it starts from, and the vocabulary, unless a
-    # file outside of checkpoints has it: those are pruned.
+    # Fine-tuning takes the sizes from the model that it starts from, and also the vocabulary, if
+    # vocab_source is a file in a checkpoint, since checkpoints are pruned.
     sizes = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq_len", "dropout"}
     left_out = set(renamed(dict.fromkeys(sizes)))
     if checkpoint.STEP.fullmatch(Path(str(found.get("vocab_source"))).parent.name):
@@ -117,8 +117,8 @@ def schedule(config):
         say(f"note: {folder.name} was stopped before its time was over, so the learning rates here "
             f"follow the clock")
         return {}
-    # An early stop ends the run by itself, with another seed maybe later: then where the time would
-    # have ended.
+    # A repetition of an early stop stops early by itself, but with another seed perhaps later. So
+    # its end is the step at which the time would have ended.
     end = pairs[-1][1] if ended_by == "early_stop" else state["step"]
     clock = progress.NO_LIMIT
     if config.minutes:

@@ -55,16 +55,16 @@ def resolve(config, device, prepare, build):
     if start:
         template = on_master(load.chat_template, start)
     prepare = partial(prepare, chat_template=template)
-    if imported:  # norms, head width and scaled positions have no settings: the model has them
+    if imported:  # norms, head width and position scaling aren't settings: take the model's
         build = build._replace(model_args=partial(build.model_args, imported=imported))
     amp_dtype = hardware.use_dtype(config, device, config.dim)
     adapters = on_master(load.plan_lora, config, amp_dtype, start, resuming)
-    # The same targets have the same words, so that a resumed run may be given Hugging Face's names.
+    # Normalize the names of the targets, so that a resumed run may be given Hugging Face's names.
     targets = lora.parse_targets(config.lora_targets)
     config = config.changed(lora_targets=lora.target_words(targets))
     setup = TrialSetup(build, device, amp_dtype, adapters)
 
-    # Each of these replaces settings of the ones before: the time budget and the text, a folder of
+    # Each of these overrides settings of the ones before: the time budget and the text, a folder of
     # prepared data, the depth, a mode.
     if not resuming and plan.derives_from_time(config, given):
         config, prepared, clock = plan_from_time(config, given, prepare, setup)

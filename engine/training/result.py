@@ -18,7 +18,7 @@ NAME = "result.json"
 
 
 def command_line():
-    """Return the command of this program as a shell takes it, with secrets hidden."""
+    """Return the command of this program, quoted for a shell, with secrets hidden."""
     start = ["python"]
     if distributed.world > 1:
         start = ["torchrun", f"--nproc_per_node={distributed.local_world}"]

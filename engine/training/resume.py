@@ -136,7 +136,7 @@ def stored_settings(folder):
 
 
 def recorded(config):
-    """Return {setting: value} of a run for config.json: all but those of the command alone."""
+    """Return {setting: value} of a run for config.json: all but those of a single command."""
     return {name: value for name, value in config.as_dict().items()
             if name not in ("json", "seeds")}
 
@@ -181,7 +181,7 @@ def resume_settings(config, folder, given):
     --depth leaves these as they are. If --depth was not changed, it also leaves the checkpoint's.
     """
     where = Path(folder, "config.json")
-    older = {"first_seq_len": 0}  # what a run had before there was such a setting
+    older = {"first_seq_len": 0}  # values of runs from before these settings existed
     stored = {name: convert(name, value, getattr(config, name), where)
               for name, value in (older | stored_settings(folder)).items()
               if name in config.defaults}
@@ -201,7 +201,7 @@ def resume_settings(config, folder, given):
         taken["checks"] = before  # so that this session handles bad files and export as before
     resumed = config.changed(**taken)
     # A fine-tuning takes the vocabulary in its checkpoint, as the model it began from may be gone.
-    # So it does if a tokenizer.bin is given: the checkpoint holds that vocabulary, converted.
+    # It also does so if a tokenizer.bin is given: the checkpoint holds that vocabulary, converted.
     uses_stored_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
     if is_fine_tuning(resumed) and uses_stored_vocabulary:
         taken["vocab_source"] = str(checkpoint.tokenizer_path(folder))
@@ -300,7 +300,7 @@ def with_counters(state):
 
 def describe_data_change(config, folder):
     """
-    Return in words how the data differ from those that a checkpoint was trained on: by a setting,
+    Return as text how the data differ from those that a checkpoint was trained on: by a setting,
     else by files.
     """
     from engine.text.prepare import source_files  # the import takes 0.05 s

@@ -35,7 +35,7 @@ class Refused(OSError):
 def sample_prompt(model):
     """
     Return the first prompt of a run's samples. model: path of the run, or of a checkpoint or a
-    model file in it. "" if it is of no run.
+    model file in it. Return "" if it belongs to no run.
     """
     path = Path(model)
     folder = path if path.is_dir() else path.parent
@@ -138,7 +138,7 @@ def claim(out_dir):
     """
     Lock and mark the folder of a run, and make it if it is missing. The lock lasts until `release`
     or the end of this process. Ends the program if another process trains there, or if the folder
-    holds files of others under a trainer's names. Raises OSError if it can't be written.
+    holds the user's files under names that a trainer uses. Raises OSError if it can't be written.
     """
     new = not Path(out_dir).exists()
     try:

@@ -1,12 +1,12 @@
 """
 Score the models that experiment.py compares, in bits per byte of one text.
 
-    python score.py TREE texts RUN FILE    write validation texts of a run, a JSON string a line
-    python score.py TREE model RUN FILE    score a run's model on them; the result is a line of JSON
+    python score.py TREE texts RUN FILE    write validation texts of a run, a JSON string per line
+    python score.py TREE model RUN FILE    score a run's model on them; print the result as JSON
 
-experiment.py runs this file from the base commit, with the modules of TREE: a change of the program
-is free in how it encodes and models a text, but not in how it is scored. So this file computes the
-likelihood itself, from a model's logits, and imports nothing else to judge by.
+experiment.py runs this file from the base commit, with the modules of TREE: a change to the program
+may change how a text is encoded and modeled, but not how it is scored. So this file computes the
+likelihood itself, from the model's logits, and imports none of TREE's code for scoring.
 """
 import json
 import math
@@ -15,18 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_BYTES = 1 << 18   # of text to score
-BATCH_TOKENS = 4096   # tokens of a batch
-LONG = 8              # windows per document from which on each begins with BOS, as in data.py
+MAX_BYTES = 1 << 18   # max bytes of text to score
+BATCH_TOKENS = 4096   # max tokens per batch
+LONG = 8              # every window begins with BOS if documents fill this many windows on average,
+                      # as in data.py
 LEAK = 1e-3           # max change of a logit by later tokens, relative to the largest
 
 
 def validation_texts(run):
     """
-    Return documents of a run's validation split, MAX_BYTES in total, drawn with a fixed seed. The
-    last one is cut. Exits with a message if they are conversations or missing.
+    Return documents of a run's validation split, up to MAX_BYTES in total, drawn with a fixed seed.
+    The last one is cut. Exits with a message if they are conversations or missing.
     """
-    from engine.text.prepared import load  # of TREE, as all imports in functions
+    from engine.text.prepared import load  # from TREE, like all imports in functions
     config = json.loads(Path(run, "config.json").read_bytes())
     wanted = config["dataset"]["fingerprint"]
     for meta in (Path(config["data"], "meta.json"), *Path(config["cache"]).glob("*/meta.json")):
@@ -41,7 +42,7 @@ def validation_texts(run):
     edges = np.append(np.flatnonzero(tokens == bos_id), len(tokens))
     texts, left = [], MAX_BYTES
     for n in np.random.Generator(np.random.PCG64(0)).permutation(len(edges) - 1):
-        part = tokens[edges[n]:min(edges[n + 1], edges[n] + left)]  # a token has a byte or more
+        part = tokens[edges[n]:min(edges[n + 1], edges[n] + left)]  # a token has at least a byte
         text = prepared.tokenizer.decode(part.tolist()).encode(errors="replace")[:left]
         texts.append(text.decode(errors="ignore"))
         left -= len(text)
@@ -52,8 +53,8 @@ def validation_texts(run):
 
 def windows_of(documents, seq_len, bos_id):
     """
-    Return [(inputs, targets)], lists of token ids, that predict each token of the documents but BOS
-    once, in windows of at most seq_len. documents: lists of ids, BOS first.
+    Return [(inputs, targets)], lists of token ids, that predict each token of the documents except
+    BOS once, in windows of at most seq_len. documents: lists of ids, BOS first.
     """
     is_long = sum(map(len, documents)) >= LONG * seq_len * len(documents)
     found = []
@@ -66,7 +67,7 @@ def windows_of(documents, seq_len, bos_id):
 
 
 def logits_of(model, inputs, device):
-    """Return a model's logits, (rows, T, V), of lists of token ids, padded to the longest."""
+    """Return a model's logits, (rows, T, V), for lists of token ids, padded to the longest."""
     import torch
     T = max(map(len, inputs))
     x = torch.tensor([ids + [0] * (T - len(ids)) for ids in inputs])
@@ -83,9 +84,9 @@ def sees_the_future(model, inputs, device, vocab_size):
 
 def score(run, texts):
     """
-    Return {"bpb": bits per byte, "bytes", "tokens", "lost": texts that the vocabulary does not give
-    back} of a run's best model. Exits with a message if a prediction is no number, or depends on
-    what it predicts.
+    Return {"bpb": bits per byte, "bytes", "tokens", "lost": number of texts that decoding does not
+    restore} of a run's best model. Exits with a message if a prediction is not finite, or depends
+    on later tokens.
     """
     import torch
     from engine.training.load import load_model

@@ -38,7 +38,7 @@ def check(config):
 
 
 def is_done(found):
-    """Return whether a result is of a run that the same command would not continue."""
+    """Return whether a result is that of a run that the same command would not continue."""
     return found.get("status") == "finished" or found.get("ended_by") == "max_minutes"
 
 
@@ -56,7 +56,7 @@ def refuse_other(config, folder):
 
 
 def train_all(config):
-    """Train with config.seeds seeds, from config.seed on, and print what they reached."""
+    """Train with config.seeds seeds, from config.seed on, and print their results."""
     check(config)
     seeds = range(config.seed, config.seed + config.seeds)
     folders = {seed: Path(config.out_dir, f"seed{seed}") for seed in seeds}
@@ -85,7 +85,7 @@ def train_all(config):
 
 
 def show(config, results):
-    """Print what each seed reached, mean and standard deviation. results: {seed: result.json}."""
+    """Print each seed's result, mean and standard deviation. results: {seed: its result.json}."""
     for seed, found in results.items():
         best = found["best"]
         losses = ", ".join(f"{name} {best[name]:.4f}" for name in METRICS if best[name] is not None)

@@ -24,7 +24,7 @@ class Signals:
     def __init__(self, seconds, end):
         """seconds: what the run's clock shows now; end: what it shows when the run must stop."""
         self.stop = self.save = False
-        self.previous = None  # of several processes: the function that ends the last exchange
+        self.previous = None  # with several processes: the function that ends the last exchange
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
         on_stops(self.on_stop)
@@ -42,8 +42,8 @@ class Signals:
         """
         Return (stop, save, seconds): whether to stop, by a signal to any process or by the time
         limit, whether any process was asked to save, and the run's clock. All processes return the
-        same. Where there are several, it is what they knew at the previous call, so that no step
-        waits for the exchange; only the first call waits.
+        same. With several processes, these are the values that the previous call exchanged, so that
+        no step waits for the exchange; only the first call waits.
         """
         # Reset it before the exchange, so that the next call sees a signal that arrives meanwhile.
         save, self.save = self.save, False

@@ -21,8 +21,8 @@ def supervise(*more):
     restart it after one that asks to stop. Ends the program with the child's exit code, or with 1
     if a signal ended the child.
 
-    more: arguments for the child after those of this program; of an argument given twice, the later
-    one counts.
+    more: arguments for the child after those of this program; if an argument is given twice, the
+    later one counts.
     """
     command = [sys.executable, *sys.argv, "--supervise=False", *more]
     stopped, child = threading.Event(), None

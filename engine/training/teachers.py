@@ -1,6 +1,6 @@
 """
---teacher=auto: train COUNT models with the seeds after --seed, then one that learns what they
-predict on average (see distill.py). One command trains all teachers, one the student; both continue
+--teacher=auto: train COUNT models with the seeds after --seed, then one that learns their average
+prediction (see distill.py). One command trains all teachers, another the student; both continue
 where they were stopped.
 """
 import contextlib
@@ -16,8 +16,8 @@ from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
 
 COUNT = 3
-# Fractions of --minutes: of each teacher, and of the student, whose steps take twice as long, as it
-# asks all teachers for their predictions.
+# Fractions of --minutes: for each teacher, and for the student, whose steps take twice as long, as
+# they include the predictions of all teachers.
 TEACHER_TIME, STUDENT_TIME = 0.2, 0.4
 STUDENT = "-student"  # suffix of out_dir unless it is given
 
@@ -37,7 +37,7 @@ def check(config):
     if distributed.world > 1:
         fail("--teacher=auto is for one process; train the teachers with --seeds, then give their "
              "folder as --teacher to torchrun")
-    # A file that can't be read, or that is packed, is left to the trainer's messages.
+    # Leave a file that is unreadable or compressed to the trainer, which has messages for it.
     with contextlib.suppress(OSError):
         is_json = readers.suffix(config.data) in (*readers.LINES, ".json")
         if is_json and conversations.LOOKS.search(readers.first_text(config.data)):
@@ -55,7 +55,7 @@ def commands(config, folder):
     Return the words of the two commands: of the teachers, which train in `folder`, and of the
     student, without --max_seq_len, which train_all adds.
     """
-    words = [sys.executable, *sys.argv]  # of two words for a setting, the later one counts
+    words = [sys.executable, *sys.argv]  # the last word for a setting counts
     teachers, student = words + ["--teacher="], words + [f"--teacher={folder}"]
     teachers += [f"--seeds={COUNT}", f"--seed={config.seed + 1}", f"--out_dir={folder}"]
     teachers += ["--json=False"]  # the last line is the student's
@@ -84,8 +84,8 @@ def train_all(config):
 
 def run(command, group):
     """
-    Run a training, in a group of runs that share charts in W&B. Return its exit code, or as a shell
-    does 128 + the signal that has stopped it.
+    Run a training, in a group of runs that share charts in W&B. Return its exit code or, like a
+    shell, 128 + the number of the signal that stopped it.
     """
     code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
     return 128 + signals[0] if signals else code

@@ -29,24 +29,23 @@ static void extend_rotations(Cpu *cpu, int positions) {
 }
 
 // ----------------------------------------------------------------------------
-// The KV cache. A page stores keys in tiles (head_dim, TILE): a tile has TILE positions, and number i
-// of the key at position p of the tile is at [i][p]. It stores values in rows (value_width,), one for
-// each position. value_width is head_dim rounded
-// up to a multiple of TILE, because kernels compute whole tiles; what they compute from the padding
-// of a row is not used
+// The KV cache. A page stores keys in tiles (head_dim, TILE) of TILE positions each: element i of
+// the key at position p of a tile is at [i][p]. It stores values in rows (value_width,), one for
+// each position. value_width is head_dim rounded up to a multiple of TILE, because kernels compute
+// whole tiles; their results for the padding are not used
 
-// Pointers into a page: to the keys and values of one KV head of a layer, from a position on.
+// Pointers into a page: to the keys and values of one KV head of a layer, starting at a position.
 typedef struct {
     char *keys, *values;
     float *key_scales, *value_scales; // NULL if the cache has no scales
 } CachedHead;
 
-// Returns whether the cache has 8 bits a number. Then each key and each value, (head_dim,) numbers,
-// has a scale.
+// Returns whether the cache stores numbers in 8 bits. Then each key (head_dim,) and each value
+// (head_dim,) has a scale.
 static bool has_scales(const Cpu *cpu) { return cpu->kv_type == INT8_GROUPS; }
 
-// Returns pointers to the keys and values of position `pos`, which must be a multiple of TILE, and of
-// the positions after it in the same page.
+// Returns pointers to the keys and values from position `pos` to the end of its page. `pos` must be
+// a multiple of TILE.
 static CachedHead cache_at(const Cpu *cpu, const Cache *cache, int layer, int head, int pos) {
     size_t size = number_size(cpu->kv_type);
     size_t row = (layer * (size_t)cpu->config.n_kv_heads + head) * PAGE + pos % PAGE;
@@ -58,7 +57,7 @@ static CachedHead cache_at(const Cpu *cpu, const Cache *cache, int layer, int he
     return c;
 }
 
-// Quantises x (n,) to 8 bits. Returns the scale, which is NaN if a number of x is not finite.
+// Quantises x (n,) to 8 bits. Returns the scale, which is NaN if an element of x is not finite.
 static float to_bytes(int8_t *out, const float *x, int n) {
     float max = 0, poison = 0;
     for (int i = 0; i < n; i++) {
@@ -77,11 +76,11 @@ static float to_bytes(int8_t *out, const float *x, int n) {
     return max / 127 + poison;
 }
 
-// Writes the key and the value of a KV head of token t of the batch to its cache.
+// Writes the key and the value of one KV head of token t of the batch to the token's cache.
 static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Kernels *kernels = cpu->kernels;
-    int n = c->head_dim, pos = cpu->positions[t], slot = pos % TILE; // in its tile
+    int n = c->head_dim, pos = cpu->positions[t], slot = pos % TILE; // index in the tile
     size_t from = (size_t)t * c->kv_dim + head * n;
     const float *k = cpu->k + from, *v = cpu->v + from;
     CachedHead to = cache_at(cpu, cpu->caches[t], layer, head, pos - slot);
@@ -149,16 +148,15 @@ static void finish_tokens(Worker *self, const void *args, int begin, int end) {
 }
 
 // ----------------------------------------------------------------------------
-// Attention of a token goes through its positions in ranges of KV_RANGE, which begin at multiples
-// of it. Each range has a softmax of its own, and the results of the ranges are merged in order
-// (online softmax, Milakov 2018). So the result does not depend on how many threads share the work,
-// how the tokens are divided into calls, or how many of them a kernel processes at once
+// Attention of a token processes the positions in ranges of KV_RANGE, which begin at multiples of
+// KV_RANGE. Each range has its own softmax, and the results of the ranges are merged in order
+// (online softmax, Milakov 2018). So the result does not depend on the number of threads, on how
+// tokens are divided into calls, or on how many tokens a kernel processes at once
 
-// The softmax of some positions: the largest score, and the sum of exp((score - max) * scale).
+// Softmax statistics of some positions: the max score, and the sum of exp((score - max) * scale).
 typedef struct { float max, sum; } Softmax;
 
-// Returns the first position that the token at `pos` attends to, 0 unless there is a sliding
-// window.
+// Returns the first position that the token at `pos` attends to: 0 without a sliding window.
 static int first_visible(const Cpu *cpu, int pos) {
     int window = cpu->config.window;
     return window && pos >= window ? pos - window + 1 : 0;
@@ -166,7 +164,7 @@ static int first_visible(const Cpu *cpu, int pos) {
 
 static float score_scale(const Cpu *cpu) { return 1 / sqrtf(cpu->config.head_dim); }
 
-// The positions of a KV head in a range.
+// A range of positions of one KV head.
 typedef struct {
     const Cache *cache;
     int layer, head;
@@ -186,9 +184,9 @@ static void multiply_scales(const Cpu *cpu, const Range *r, float *p, int begin,
 }
 
 // Turns the scores p[begin..end-1] of a query into weights exp((score - max) * scale), and returns
-// their softmax. In a cache of 8 bits, it first multiplies the scores by the keys' scales. At the end
-// it multiplies the weights by the values' scales, which the sum of the softmax does not include.
-// Positions are counted from the start of the range.
+// their max and sum. With an 8-bit cache, first multiplies the scores by the scales of the keys
+// and, after the sum, the weights by the scales of the values. `begin` and `end` are counted from
+// the start of the range.
 static Softmax weights_of_scores(const Cpu *cpu, const Range *r, float *p, int begin, int end) {
     const Kernels *k = cpu->kernels;
     Softmax s;
@@ -201,8 +199,8 @@ static Softmax weights_of_scores(const Cpu *cpu, const Range *r, float *p, int b
 
 // Merges a range into the ranges before it. `part` (width,) and `of_range` are the weighted sums
 // and the softmax of the range; `out` (width,) and *s are those of the ranges before it. Scales
-// down the sums with the lower max, because weights are relative to their max. Is never inlined,
-// because a compiler might round its sums differently in different places.
+// down the sums with the lower max, because weights are relative to their max. Not inlined, because
+// a compiler might round the sums differently in different callers.
 static __attribute__((noinline)) void merge(float *out, Softmax *s, const float *part,
                                             Softmax of_range, float scale, int width) {
     float out_factor = 1, part_factor = 1;
@@ -223,7 +221,7 @@ static __attribute__((noinline)) void merge(float *out, Softmax *s, const float 
 typedef struct {
     float *p;    // (QUERIES, KV_RANGE) scores, then weights
     float *part; // (QUERIES, value_width) weighted sums of the values of a range
-    float *out;  // (QUERIES, value_width) the ranges so far
+    float *out;  // (QUERIES, value_width) weighted sums, merged over the ranges so far
 } Group;
 
 static Group group_in(const Cpu *cpu, float *scratch) {
@@ -233,9 +231,9 @@ static Group group_in(const Cpu *cpu, float *scratch) {
     return g;
 }
 
-// Calls Kernels.scores, or Kernels.mix with the weights g.p, for positions begin..end-1 of a range,
-// page by page. `begin` is a multiple of TILE. Only `mix` reads a->add: it adds the weighted sums
-// of a page to those of the pages before.
+// Calls a kernel for positions begin..end-1 of a range, page by page: Kernels.scores, which writes
+// scores to g.p, or Kernels.mix, which reads weights from g.p. `begin` is a multiple of TILE. Only
+// `mix` reads a->add: it adds the weighted sums of a page to those of earlier pages.
 static void attend_pages(const Cpu *cpu, Attention *a, const Range *r, Group g, int begin, int end,
                          void (*kernel)(const Attention *)) {
     for (int i = begin, next; i < end; i = next) {
@@ -248,7 +246,7 @@ static void attend_pages(const Cpu *cpu, Attention *a, const Range *r, Group g, 
 }
 
 // Computes the attention of a group to positions begin..end-1 of a range, counted from its start.
-// Writes the weighted sums to g.part and the softmax of each query to s.
+// Writes the weighted sums to g.part, and the max and sum of each query to s.
 static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range *r, Group g,
                          int begin, int end, Softmax *s) {
     const Config *c = &cpu->config;
@@ -260,8 +258,8 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
                    .type = cpu->kv_type,
                    .head_dim = c->head_dim,
                    .width = cpu->value_width};
-    // Kernels can only begin with a whole tile of keys. So they also compute the positions before
-    // `begin` in its tile, which get weight 0
+    // Kernels start at a tile boundary, so they also process the positions of the first tile that
+    // are before `begin`; these get weight 0
     int tile = begin / TILE * TILE; // first position of the tile of `begin`
     attend_pages(cpu, &a, r, g, tile, end, cpu->kernels->scores);
     for (int q = 0; q < item->n; q++) {
@@ -272,7 +270,8 @@ static void attend_range(const Cpu *cpu, const AttentionItem *item, const Range 
     attend_pages(cpu, &a, r, g, tile, end, cpu->kernels->mix);
 }
 
-// Divides the sums of a query head of token t by the sum of the weights, and writes the result.
+// Divides the weighted sums of a query head of token t by the sum of its weights, and writes the
+// result to a->out.
 static void finish_query(const Cpu *cpu, const AttentionArgs *a, int t, int head, const float *sums,
                          float sum) {
     const Config *c = &cpu->config;
@@ -362,7 +361,7 @@ static void merge_partials(Worker *self, const void *args, int begin, int end) {
 // Attention in spans: up to SPAN consecutive tokens of a sequence, for one query head. The keys and
 // values of a range are loaded once for all tokens of the span
 
-enum { SPAN = CHUNK }; // max tokens of a span: CHUNK is the max tokens of a batch
+enum { SPAN = CHUNK }; // max tokens of a span: the max tokens of a batch
 
 // Returns the max tokens of a span for n tokens of a sequence: SPAN, halved until there are two
 // spans for each thread, but at least SPAN / 4, because shorter spans would load keys and values
@@ -373,22 +372,22 @@ static int span_length(const Cpu *cpu, int n) {
     return span;
 }
 
-// The arrays of a span. A kernel processes a panel at once: the queries of panel_queries consecutive
-// tokens, a number that is the kernel's. (QUERIES is another number: the query heads of one token in
-// a group.)
+// The arrays of a span. A kernel processes one panel at a time: the queries of panel_queries
+// consecutive tokens, where panel_queries depends on the kernels. (QUERIES is different: the max
+// query heads of one token in a group.)
 typedef struct {
     float *q;         // (panels, head_dim, panel_queries)
     float *out;       // (SPAN, value_width) weighted sums of the values of the ranges so far
     Softmax *softmax; // (SPAN,) of the ranges so far
-    // Of one panel and one range
+    // For one panel and one range:
     float *scores; // (panel_queries, KV_RANGE) scores, then weights
     float *p;    // (KV_RANGE, panel_queries) the weights, transposed; unused if panel_queries is 1
     float *part; // (panel_queries, value_width) weighted sums of the values
 } Span;
 
-// Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
-// to their number of floats. q, out and softmax have room for a last panel that extends beyond the
-// span.
+// Returns the arrays of a span, placed one after the other in scratch. Sets *size to their total
+// size in floats, unless `size` is NULL. q, out and softmax have room for a last panel that extends
+// beyond the span.
 static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     int queries = cpu->kernels->panel_queries, tokens = SPAN + queries;
     Span s = {.q = scratch};
@@ -407,7 +406,7 @@ static float *queries_of_panel(const Cpu *cpu, const Span *s, int t) {
     return s->q + (size_t)t * cpu->config.head_dim;
 }
 
-// Copies the queries of n tokens of a head, from token t of the batch on, to a panel (head_dim,
+// Copies the queries of a head for tokens t..t+n-1 of the batch to a panel (head_dim,
 // panel_queries). If n is less than panel_queries, fills the rest with zeros.
 static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
     const Config *c = &cpu->config;
@@ -423,8 +422,8 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
         for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * stride + d] : 0;
 }
 
-// Computes the scores of the panel that begins with token t of the span, for n positions of a page
-// that begin with position `at` of the range.
+// Computes the scores of the panel that begins with token t of the span, for positions at..at+n-1
+// of the range, which are in one page.
 static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int at, int n) {
     size_t dim = cpu->config.head_dim;
     // The matrix of the product has a row for each position and a column for each dimension
@@ -440,14 +439,14 @@ static void score_page(const Cpu *cpu, const Span *s, int t, CachedHead kv, int 
     cpu->kernels->panel_product(&scores);
 }
 
-// Computes the weighted sums of the values of n positions of a page that begin with position `at`
-// of the range, with the weights of a panel. Writes them to s->part or, if `add`, adds them.
+// Computes the weighted sums of the values at positions at..at+n-1 of the range, which are in one
+// page, with the weights of a panel. Writes them to s->part or, if `add`, adds them to it.
 static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n, bool add) {
     size_t width = cpu->value_width;
     int queries = cpu->kernels->panel_queries;
-    // The transpose of one row of weights is that row itself
+    // With one query per panel, the weights need no transpose
     const float *p = queries > 1 ? s->p + (size_t)at * queries : s->scores + at;
-    // A tile is TILE dimensions of the values of n positions; a column of it is one position
+    // A tile has TILE dimensions of the values as rows, and the n positions as columns
     PanelProduct mix = {.y = s->part,
                         .w = kv.values,
                         .x = p,
@@ -462,8 +461,8 @@ static void mix_page(const Cpu *cpu, const Span *s, CachedHead kv, int at, int n
 }
 
 // Turns the scores p[begin..end-1] of the token at `pos` into weights: 0 for positions that the
-// token does not attend to. Returns their softmax. Positions are counted from the start of the
-// range.
+// token does not attend to. Returns their max and sum. `begin` and `end` are counted from the start
+// of the range.
 static Softmax weights_of_token(const Cpu *cpu, const Range *r, float *p, int begin, int end,
                                 int pos) {
     int first = first_visible(cpu, pos) - r->start, after = pos + 1 - r->start;
@@ -485,8 +484,8 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const Range *r, i
     const Kernels *k = cpu->kernels;
     size_t width = cpu->value_width;
     int queries = k->panel_queries;
-    // At least one token of the panel attends to each of the positions begin..end-1, counted from
-    // the start of the range. `begin` is rounded down to the first position of a page
+    // begin..end-1 are the positions, counted from the start of the range, that at least one token
+    // of the panel attends to, with `begin` rounded down to the first position of its page
     int begin = first_visible(cpu, pos) - r->start, end = pos + tokens - r->start;
     begin = begin > 0 ? begin / PAGE * PAGE : 0;
     end = end < KV_RANGE ? end : KV_RANGE;
@@ -522,7 +521,7 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
     const Config *c = &cpu->config;
     size_t width = cpu->value_width;
     int queries = cpu->kernels->panel_queries, tokens = item->n;
-    int first = cpu->positions[item->t], end = first + tokens; // positions
+    int first = cpu->positions[item->t], end = first + tokens; // positions of the span
     Span s = span_in(cpu, self->scratch, NULL);
     for (int i = 0; i < tokens; i += queries) {
         int n = tokens - i < queries ? tokens - i : queries;
@@ -542,7 +541,7 @@ static void attend_span(Worker *self, const AttentionArgs *a, const AttentionIte
 }
 
 size_t llamac_attention_scratch(const Cpu *cpu) {
-    float *base = cpu->rotation; // or any other array: only distances from it are used
+    float *base = cpu->rotation; // any array would do: only offsets from it are used
     size_t group = group_in(cpu, base).out + QUERIES * cpu->value_width - base, span;
     span_in(cpu, base, &span);
     return group > span ? group : span;
@@ -554,7 +553,7 @@ size_t llamac_attention_scratch(const Cpu *cpu) {
 enum { MIN_SPAN = 4 }; // min tokens of a run for which spans are faster than groups
 
 // Adds the items of one token: its groups or, if `split`, the ranges of its groups. *n_ranges is
-// the number of ranges of the tokens before it, to which this adds its own.
+// the number of ranges of earlier tokens; adds those of this token to it.
 static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads;
@@ -573,7 +572,7 @@ static void add_groups(Cpu *cpu, int t, bool split, int *n_ranges) {
     *n_ranges += ranges;
 }
 
-// Adds the items of the tokens of a run: their spans, for each query head.
+// Adds the items of a run: its spans, for each query head.
 static void add_spans(Cpu *cpu, const Run *run) {
     int span = span_length(cpu, run->n);
     for (int head = 0; head < cpu->config.n_heads; head++)
@@ -600,8 +599,8 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         longest = run->pos + run->n > longest ? run->pos + run->n : longest;
     }
     // Groups keep all threads busy if each thread gets the same number of them, or at least two.
-    // Otherwise the ranges of groups are split among threads, if there is more than one range for a
-    // token, and if cpu->partials has room for the results of all
+    // Otherwise, if there are no spans, the ranges of groups are split among threads, provided that
+    // some token has several ranges and cpu->partials has room for the results of all ranges
     int n_groups = batch->T * c->n_kv_heads * groups, threads = cpu->pool.n_threads;
     bool all_busy = n_groups >= 2 * threads || n_groups % threads == 0;
     cpu->split = !has_spans && !all_busy && ranges > batch->T && ranges <= cpu->max_ranges;
@@ -611,13 +610,13 @@ void llamac_plan_attention(Cpu *cpu, const Batch *batch) {
         else
             for (int i = 0; i < run->n; i++) add_groups(cpu, run->first + i, cpu->split, &ranges);
     }
-    // A rough number of multiplications of one item: 2 for each query, position and dimension, one
-    // for the score and one for the weighted sum. A group has up to QUERIES queries, a short span has
+    // Approximate multiplications of one item: 2 for each query, position and dimension, one for
+    // the score and one for the weighted sum. A group has up to QUERIES queries, a short span has
     // SPAN / 4
     cpu->item_cost = 2 * (int64_t)longest * c->head_dim * (has_spans ? SPAN / 4 : QUERIES);
 }
 
-// A Task. Items are those of the plan.
+// A Task. Items are those of cpu->items.
 static void attention_items(Worker *self, const void *args, int begin, int end) {
     for (int i = begin; i < end; i++) {
         const AttentionItem *item = &self->cpu->items[i];
@@ -636,14 +635,14 @@ typedef struct {
 } FusedArgs;
 _Static_assert(sizeof(FusedArgs) <= MAX_ARGS, "FusedArgs must fit in a step");
 
-// A Task for one token. Items are KV heads; cpu->items[head] is the only group of a KV head. One
-// thread computes queries, key, value and attention of its KV heads, so no barrier is needed
+// A Task for one token. Items are KV heads; cpu->items[head] is the only group of KV head `head`.
+// One thread computes queries, keys, values and attention of its KV heads, so no barrier is needed
 // between the products and attention.
 static void qkv_attention_heads(Worker *self, const void *args, int begin, int end) {
     const FusedArgs *a = args;
     Activations in = llamac_activations(self, &a->qkv);
     for (const Product *p = a->qkv.products; p < a->qkv.products + 3; p++) {
-        int rows = p->w->rows / self->cpu->config.n_kv_heads; // rows of a KV head
+        int rows = p->w->rows / self->cpu->config.n_kv_heads; // rows per KV head
         llamac_multiply_rows(self, p, &in, begin * rows, end * rows);
     }
     for (int head = begin; head < end; head++)
@@ -651,9 +650,10 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
     attention_items(self, &a->attention, begin, end);
 }
 
-// Returns whether to fuse the steps of one token, which saves the barriers between them: there are
-// several threads, every thread gets the same number of KV heads, each head has one group, and the weights of each head begin at
-// a multiple of TILE rows, as llamac_multiply_rows expects.
+// Returns whether to fuse the steps of one token, which saves the barriers between them. Requires
+// that weights are not streamed, that there are several threads and each gets the same number of KV
+// heads, that each KV head has one group, and that the weights of each head begin at a multiple of
+// TILE rows, as llamac_multiply_rows expects.
 static bool can_fuse(const Cpu *cpu, int T) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
@@ -668,12 +668,12 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
     const Config *c = &cpu->config;
     Product products[] = {
         {.out = cpu->q, .w = &w->wq}, {.out = cpu->k, .w = &w->wk}, {.out = cpu->v, .w = &w->wv}};
-    // `collecting` is true between Backend.begin and end; begin has planned the batch for all layers.
-    // Tests call this function outside of them
+    // `collecting` is true between Backend.begin and end, and begin has planned the batch for all
+    // layers. Tests call this function outside of begin and end
     if (!cpu->collecting) llamac_plan_attention(cpu, batch);
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, batch->T);
     AttentionArgs a = {out, w, layer};
-    llamac_prepare(cpu, &qkv); // adds the steps that convert x, none for one token
+    llamac_prepare(cpu, &qkv); // adds the steps that convert x; none for one token
     if (can_fuse(cpu, batch->T)) {
         FusedArgs fused = {qkv, a};
         int items = 0;
@@ -692,11 +692,11 @@ void llamac_cpu_attention(Backend *b, const Batch *batch, int layer, const Layer
 // ----------------------------------------------------------------------------
 // Pages and caches
 
-// Bytes of the arrays of a page.
+// Sizes of the arrays of a page, in bytes.
 typedef struct {
     size_t keys, values;
-    size_t scales; // of key_scales, and as many of value_scales; 0 without scales
-    size_t all;    // of these four arrays, which follow each other in this order
+    size_t scales; // of key_scales, and the same for value_scales; 0 without scales
+    size_t all;    // of all four arrays, which follow each other in this order
 } PageSizes;
 
 static PageSizes page_sizes(const Cpu *cpu) {
@@ -731,7 +731,7 @@ static Page *new_page(Cpu *cpu) {
     return page;
 }
 
-// Takes a page from a cache that used it. A page that no cache uses joins the unused ones.
+// Releases a page that a cache used. If no other cache uses it, adds it to the unused pages.
 static void drop_page(Cpu *cpu, Page *page) {
     if (--page->n_caches) return;
     page->next = cpu->unused_pages;
@@ -770,12 +770,12 @@ bool llamac_cpu_reserve(Backend *b, Cache *cache, int pos, int n) {
     Cpu *cpu = (Cpu *)b;
     int used = (pos + PAGE - 1) / PAGE, needed = (pos + n + PAGE - 1) / PAGE;
     while (cache->n_pages > used) drop_page(cpu, cache->pages[--cache->n_pages]);
-    // the last page in use is copied before it is changed if another cache shares it
+    // copy on write: if another cache shares the last page in use, copy it before it is changed
     Page **last = n && pos % PAGE ? &cache->pages[used - 1] : NULL;
     if (last && (*last)->n_caches > 1) {
         Page *page = new_page(cpu);
         if (!page) return false;
-        memcpy(page->keys, (*last)->keys, page_sizes(cpu).all); // the arrays after the keys, too
+        memcpy(page->keys, (*last)->keys, page_sizes(cpu).all); // all four arrays
         drop_page(cpu, *last);
         *last = page;
     }
@@ -802,14 +802,13 @@ bool llamac_cpu_share(Backend *b, Cache *cache, const Cache *from, int n) {
 
 // ----------------------------------------------------------------------------
 // Copies of positions of the cache in one array, `bytes`: keys (n_layers, n_kv_heads, n, head_dim),
-// values of the same shape and, if the cache has scales, those of the keys (n_layers, n_kv_heads,
-// n) and those of the values
+// values of the same shape and, if the cache has scales, the scales of the keys (n_layers,
+// n_kv_heads, n) and the scales of the values
 
-// Copies n numbers of `size` bytes. The strides are the distances, in numbers, between one number
-// and the next in each array.
+// Copies n numbers of `size` bytes each. Strides are counted in numbers, not bytes.
 static void copy_strided(char *to, size_t to_stride, const char *from, size_t from_stride, int n,
                          size_t size) {
-    // memcpy of a constant size is a load and a store
+    // memcpy of a constant size compiles to a load and a store
     for (int i = 0; i < n; i++, to += to_stride * size, from += from_stride * size) {
         if (size == 4) memcpy(to, from, 4);
         else if (size == 2) memcpy(to, from, 2);

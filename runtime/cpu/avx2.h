@@ -67,7 +67,8 @@ TARGET static inline void store_8_bytes(int8_t *p, __m256i i) {
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(shorts, shorts));
 }
 
-// The lower 16 bits of each lane, without the upper ones.
+// Converts the half-precision number in the lower 16 bits of each lane to float. The upper 16 bits
+// must be zero.
 TARGET static inline __m256 floats_of_halves(__m256i i) {
     __m128i low = _mm256_castsi256_si128(i), high = _mm256_extracti128_si256(i, 1);
     return _mm256_cvtph_ps(_mm_packus_epi32(low, high));

@@ -33,7 +33,7 @@ BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
 }
 
 // Multiplies one or two groups of TILE rows of a row of tiles with T tokens. `tiles` points to the
-// first group of the first tile. Each lane adds the pairs of columns in order, whatever T is.
+// first group of the first tile. Each lane adds the pairs of columns in order, regardless of T.
 BF16_INLINE void pair_tiles(const TileProduct *p, const uint8_t *tiles, const int T,
                             const int groups) {
     const int pairs = (p->cols + 1) / 2;

@@ -11,7 +11,7 @@
     _mm512_add_epi32(c, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)))
 #include <immintrin.h>
 
-// Each byte of x, with the sign changed if that byte of w is negative.
+// Returns x with the sign of each byte flipped where the byte of w is negative.
 TARGET static inline __m512i with_sign(__m512i x, __m512i w) {
     return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
 }

@@ -15,19 +15,20 @@ typedef struct {
     float scale[16], min[8]; // min is set only if has_minima(type)
 } Numbers;
 
-// The offset of the stored numbers. Q8_0 stores signed bytes, which read_block makes unsigned.
+// Returns the offset of the stored numbers. Q8_0 stores signed bytes, which read_block makes
+// unsigned.
 ALWAYS int zero_of(Type type) {
     return type == Q8_0 ? 128 : type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
 }
-// Whether scales and minima of the eight sub-blocks have 6 bits each: see read_k_scales.
+// Returns whether scales and minima of the eight sub-blocks have 6 bits each: see read_k_scales.
 ALWAYS bool has_k_scales(Type type) { return type == Q4_K || type == Q5_K; }
 ALWAYS bool has_fifth_bits(Type type) { return type == Q5_0 || type == Q5_1; }
 ALWAYS bool has_minima(Type type) { return type == Q4_1 || type == Q5_1 || has_k_scales(type); }
 ALWAYS int numbers_per_scale(Type type) { return type == Q6_K ? 16 : 32; }
 
 // A block consists of one or two half-precision numbers (the scale and, if the type has minima, the
-// minimum or its factor) and words of 4 bytes. halves_of and words_of return their numbers,
-// halves_at and words_at the byte of the block at which they begin.
+// minimum or its factor) and words of 4 bytes. halves_of and words_of return the number of each,
+// halves_at and words_at their byte offset in the block.
 ALWAYS int halves_of(Type type) { return has_minima(type) ? 2 : 1; }
 ALWAYS int halves_at(Type type) { return type == Q6_K ? 208 : 0; }
 ALWAYS int words_at(Type type) { return type == Q6_K ? 0 : 2 * halves_of(type); }
@@ -46,8 +47,9 @@ ALWAYS void read_nibbles(uint8_t *q, const uint8_t *bytes, int n) {
 }
 
 // Reads the eight scales and eight minima, of 6 bits each, from the 12 bytes of Q4_K and Q5_K.
-// Bytes 0..3 hold scales 0..3 in their low 6 bits, bytes 4..7 minima 0..3. Bytes 8..11 hold the low
-// 4 bits of scales 4..7 and of minima 4..7, whose upper 2 bits are those of bytes 0..3 and 4..7.
+// The low 6 bits of bytes 0..3 hold scales 0..3, those of bytes 4..7 minima 0..3. The low nibbles
+// of bytes 8..11 hold the low 4 bits of scales 4..7, their high nibbles those of minima 4..7. The
+// upper 2 bits of scales 4..7 are in those of bytes 0..3, of minima 4..7 in those of bytes 4..7.
 ALWAYS void read_k_scales(Numbers *n, const uint8_t *bytes, float scale, float min) {
     uint32_t a, b, c;
     memcpy(&a, bytes, 4), memcpy(&b, bytes + 4, 4), memcpy(&c, bytes + 8, 4);

@@ -1,4 +1,4 @@
-// The CPU backend: how it opens and closes, its list of steps, and the packing of weights in tiles.
+// The CPU backend: opening and closing, the list of steps, and the packing of weights into tiles.
 #include <stdlib.h>
 #include "../bytes.h"
 #include "../os.h"
@@ -89,11 +89,11 @@ static void hidden_states(Backend *b, float *out, const Mat *norm, const float *
     llamac_add_step(cpu, normalize_tokens, &args, sizeof args, T, 2 * cpu->config.dim);
 }
 
-// Returns whether the ops must be called (backend.h). The steps of one token are the same for every
-// token, except for the token, its position and its sequence, so they are recorded and reused. Those
-// of a pass that computes hidden states are not, because such passes are rare.
-// Every 64th position records them anew, because the cost of attention grows with the position, and
-// the pool uses the costs to decide whether steps are worth sharing.
+// Returns whether the ops must be called (backend.h). Batches of one token have the same steps,
+// except for the token, its position and its sequence, so the steps are recorded and reused. Those
+// of a pass that computes hidden states are not recorded, because such passes are rare. Every 64th
+// position records the steps again, because the cost of attention grows with the position, and the
+// pool uses the costs to decide whether steps are worth sharing.
 static bool begin(Backend *b, const Batch *batch) {
     Cpu *cpu = (Cpu *)b;
     int n_items = cpu->n_items;
@@ -134,10 +134,10 @@ static void pack_rows(Worker *self, const void *args, int begin, int end) {
                     i * tile_height(a->m));
 }
 
-// Drops the pages of a mapped file from `begin` to `end`, whose rows have just been packed. Drops
-// the PACKED_AT_ONCE bytes before `begin` once more, because the system may have read them again
-// when it read neighbouring pages. lowest: an address in the file; pages below it are kept,
-// because they may not belong to the file.
+// Drops the pages of a mapped file from `begin` to `end`, whose rows have just been packed, from
+// memory. Also drops the PACKED_AT_ONCE bytes before `begin` again, because the system may have
+// read them once more together with neighbouring pages. lowest: an address in the file; pages below
+// it are kept, because they may not belong to the file.
 static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
     begin = begin - lowest > PACKED_AT_ONCE ? begin - PACKED_AT_ONCE : lowest;
     llamac_drop_pages(begin, end);
@@ -150,8 +150,8 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
     if (m->type == INT8_GROUPS && !is_grouped(m)) return 0;
     int height = tile_height(m);
     int n = (m->rows + height - 1) / height; // rows of tiles; tiles_size(m) is the size of one
-    // rows of tiles that are packed before the pages that they come from are dropped, so that
-    // memory never holds both copies of a whole large matrix
+    // rows of tiles to pack before dropping their source pages, so that memory never holds both
+    // copies of a whole large matrix
     int at_once = (int)(PACKED_AT_ONCE / tiles_size(m)) + 1;
     for (int i = 0, count; tiles && i < n; i += count) {
         PackArgs args = {m, tiles, i};
@@ -177,16 +177,17 @@ static Matrices matrices_of(Weights *w, int layer) {
     return list;
 }
 
-// Returns how many bytes of tiles there is memory for: the free memory, less an eighth of it, the
-// engine's other memory and the KV cache of a sequence.
+// Returns the memory available for tiles, in bytes: the free memory, less an eighth of it, the
+// backend's other allocations and the KV cache of one sequence.
 static size_t room_for_tiles(const Cpu *cpu) {
     uint64_t free = llamac_free_memory("");
     uint64_t other = free / 8 + cpu->allocated + llamac_cache_size(cpu, cpu->max_positions);
     return free > other ? free - other : 0;
 }
 
-// Returns the bytes of tiles of the matrices that are packed if there is room for so many bytes: the
-// first ones, and later ones that still fit. Sets *lowest to the lowest address of a matrix.
+// Returns the total size in bytes of the tiles that fit in `room` bytes, taking the matrices in
+// order and skipping those that do not fit. Sets *lowest to the lowest address among `output` and
+// the wq of all layers.
 static size_t packed_size(Cpu *cpu, size_t room, const uint8_t **lowest) {
     Weights *w = &cpu->model->weights;
     size_t n = 0;
@@ -202,14 +203,14 @@ static size_t packed_size(Cpu *cpu, size_t room, const uint8_t **lowest) {
     return n;
 }
 
-// Packs the weights into large pages. Packs as many matrices as there is memory for beside a stream
-// of the others, if that is not all, and then sets *all to false. Returns false if `progress` aborts
-// it.
+// Packs the weights into large pages. Sets *all to whether there is memory for the tiles of all
+// matrices. If not, packs as many as fit beside the buffers of a stream for the others. Returns
+// false if `progress` aborts it.
 static bool pack_weights(Cpu *cpu, const Opening *o, bool *all) {
     Weights *w = &cpu->model->weights;
     const uint8_t *lowest;
     size_t room = room_for_tiles(cpu), n = packed_size(cpu, SIZE_MAX, &lowest), page = 2 << 20;
-    // what a stream needs: two buffers, and a little for its steps and for rounding to large pages
+    // memory of a stream: two buffers, and some for its steps and for rounding up to large pages
     size_t done = 0, size, stream = 3 * SECTION_BYTES;
     *all = n <= room;
     if (!*all) n = packed_size(cpu, room > stream ? room - stream : 0, &lowest);
@@ -281,9 +282,9 @@ static void read_memory(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-// Measures several times how fast n bytes are read. Once the weights are packed, reads their tiles
-// instead of `bytes`, at most all of them. Returns the highest speed in bytes per second, or 0 if n
-// is less than READ_AT_ONCE. If weights are streamed, measures once how fast those are read.
+// Measures several times how fast n bytes are read, and returns the highest speed in bytes per
+// second, or 0 if n is less than READ_AT_ONCE. If the weights are packed, reads up to n bytes of
+// their tiles instead of `bytes`. If weights are streamed, measures once how fast they are read.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
     if (cpu->stream) return llamac_stream_speed(cpu->stream);
@@ -313,11 +314,10 @@ static void cpu_close(Backend *b) {
     free(cpu);
 }
 
-// Returns how many floats of scratch a worker needs, whatever its task is. cols: max columns of a
-// matrix.
+// Returns how many floats of scratch a worker needs for any task. cols: max columns of a matrix.
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
-    // what swiglu_tiles needs: ROWS rows of w1 (gate) and ROWS rows of w3 (up) as tiles, with one
-    // column of padding, and their products with a panel of kernels->tokens tokens
+    // swiglu_tiles needs ROWS rows of w1 (gate) and ROWS rows of w3 (up) as tiles, with one column
+    // of padding, and their products with a panel of kernels->tokens tokens
     size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens);
     size_t attention = llamac_attention_scratch(cpu), max = tiles > attention ? tiles : attention;
     return (max + 15) / 16 * 16;
@@ -343,7 +343,7 @@ static void make_workers(Cpu *cpu, int n_threads, size_t cols, size_t scratch_fl
     }
 }
 
-// Allocates what attention needs besides the caches.
+// Allocates the arrays of attention, except the caches.
 static void make_attention(Cpu *cpu) {
     const Config *c = &cpu->config;
     cpu->value_width = round_up_to_tile(c->head_dim);

@@ -33,7 +33,7 @@ enum {
 // A page of the KV cache: keys and values of PAGE positions of a sequence, in all layers. Sequences
 // that begin with the same tokens share pages. One block of memory holds the page and its arrays.
 typedef struct Page {
-    int n_caches;      // caches that share the page. Only a page of one cache is changed
+    int n_caches;      // number of caches that share the page; a shared page is never changed
     struct Page *next; // in the list of unused pages
     char *keys;        // (n_layers, n_kv_heads, PAGE / TILE, head_dim, TILE)
     char *values;      // (n_layers, n_kv_heads, PAGE, value_width)
@@ -46,13 +46,13 @@ struct Cache {
     int n_pages, capacity;
 };
 
-// What attention computes as one unit of work. Each item of a step reads its description here.
+// One unit of work of attention: the description of one item of its step.
 typedef struct {
     enum { GROUP, PART, SPAN_OF_TOKENS } kind;
-    int t;           // token of the batch; of a span, its first
-    int n;           // query heads of a group, tokens of a span
-    int head;        // first query head of a group, query head of a span
-    int range;       // PART: which range of the token
+    int t;           // index in the batch of the token or, for a span, of its first token
+    int n;           // number of query heads of a group, or of tokens of a span
+    int head;        // first query head of a group, or the query head of a span
+    int range;       // PART: index of the range among those of the token
     int first_range; // PART: number of ranges of all earlier tokens of the batch
 } AttentionItem;
 
@@ -68,19 +68,19 @@ struct Cpu {
     int max_positions;  // of a sequence
     Type kv_type;       // F32, F16, or INT8_GROUPS with a scale for each key and each value
     int value_width;    // head_dim rounded up to a multiple of TILE
-    Page *unused_pages; // a list
+    Page *unused_pages; // linked list
     float *rotation;    // (max_positions, 2, head_dim) cosines and sines for Kernels.rotate
     int n_rotations;    // positions whose cosines and sines have been computed
 
     // The batch, and the plan of its attention
-    const Cache **caches; // (CHUNK,) of each token
-    int *positions;       // (CHUNK,) of each token in its sequence
+    const Cache **caches; // (CHUNK,) cache of each token
+    int *positions;       // (CHUNK,) position of each token in its sequence
     AttentionItem *items; // (n_items,)
     int n_items;
     int64_t item_cost; // of one item, see llamac_add_step
     bool split;        // the items are PARTs
     float *partials;   // (max_ranges, n_heads, 2 + value_width) results of PARTs
-    int max_ranges;    // of all tokens of a batch that is split
+    int max_ranges;    // max total ranges of a batch that is split
 
     // Activations of a chunk of tokens. gated_* hold the output of SwiGLU
     float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
@@ -93,11 +93,11 @@ struct Cpu {
     const void *tiles; // all tiles, NULL if the weights are not packed
     size_t tiles_size; // bytes
 
-    Stream *stream; // reads the weights that are not kept in memory; NULL: all are
+    Stream *stream; // reads the weights that are not kept in memory; NULL if all are
 
     void **memory; // (n_memory,) allocations that cpu_close frees
     int n_memory;
-    size_t allocated;   // bytes of them
+    size_t allocated;   // their total size in bytes
     bool out_of_memory; // an allocation failed
 
     // The steps of one call of forward. The steps for one token are reused for the next token
@@ -172,7 +172,7 @@ void llamac_prepare(Cpu *, const MatmulArgs *);
 void llamac_multiply(Cpu *, const MatmulArgs *);
 
 // Returns the activations for one worker. With one token, each worker normalises and quantises them
-// itself: that takes no longer than to wait for another worker to do it.
+// itself: that takes no longer than waiting for another worker to do it.
 Activations llamac_activations(Worker *, const MatmulArgs *);
 
 // Computes elements r..end-1 of each token's output of one product; r is a multiple of TILE.
@@ -185,13 +185,14 @@ static inline int64_t cost_of_item(const MatmulArgs *a) {
 }
 
 // ----------------------------------------------------------------------------
-// Weights that are not kept in memory (stream.c). Matrices are read in parts of whole items of
-// their product's step. In an engine with a stream, each product has steps of its own
+// Weights that are not kept in memory (stream.c). Matrices are read in parts, each of which covers
+// whole items of their product's step. With a stream, each product has its own steps
 
-enum { SECTION_BYTES = 4 << 20 }; // of each of the stream's two buffers, approximately
+enum { SECTION_BYTES = 4 << 20 }; // approximate size of each of the stream's two buffers
 
-// Prepares reading these matrices, which every pass multiplies in this order. From now on their
-// `data` and `scales` point to buffers. Returns NULL if there is not enough memory or no thread.
+// Opens a stream of these matrices, which every pass multiplies in this order. The steps of
+// llamac_open_part make their `data` and `scales` point into buffers. Returns NULL if there is not
+// enough memory or the thread cannot be started.
 Stream *llamac_open_stream(Mat *const *matrices, int n, const struct File *);
 void llamac_close_stream(Stream *); // NULL is allowed
 
@@ -201,8 +202,8 @@ uint64_t llamac_streamed_bytes(const Stream *); // bytes that a pass reads from 
 // Returns the first part of a matrix, or -1 if the matrix is kept in memory.
 int llamac_find_part(const Stream *, const Mat *);
 
-// Adds the step that waits for a part, if an earlier part does not wait for the same bytes of the
-// file. Returns the end of the part's items.
+// Adds the step that waits for the section of the file that holds a part, if the part is the first
+// of the section. Returns the end of the part's items.
 int llamac_open_part(Cpu *, int part);
 
 // Measures how fast the parts are read, in bytes per second.
@@ -227,8 +228,8 @@ bool llamac_cpu_share(Backend *, Cache *, const Cache *from, int n);
 void llamac_cpu_read_cache(Backend *, const Cache *, int pos, int n, void *bytes);
 void llamac_cpu_write_cache(Backend *, Cache *, int pos, int n, const void *bytes);
 
-// Fills in what Cpu has about the batch: caches and positions of the tokens, items of attention,
-// rotations.
+// Prepares attention to a batch: sets the caches and positions of its tokens, the items of
+// attention, and the rotations.
 void llamac_plan_attention(Cpu *, const Batch *);
 
 // Returns the bytes of the cache of a sequence of `positions` tokens.

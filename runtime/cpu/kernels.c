@@ -5,8 +5,8 @@
 #include <cpuid.h>
 
 #ifndef SAVED_REGISTERS // tests define it
-// Returns which registers the system saves when it changes threads (XCR0). It must only be called
-// if the system has enabled it.
+// Returns which registers the system saves when it switches threads (XCR0). Must only be called if
+// the system has enabled the instruction xgetbv (OSXSAVE).
 static uint32_t saved_registers(void) {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -15,7 +15,8 @@ static uint32_t saved_registers(void) {
 #define SAVED_REGISTERS() saved_registers()
 #endif
 
-// Not __builtin_cpu_supports: programs compiled by zig have a stub in its place that knows no set.
+// Does not use __builtin_cpu_supports: in programs compiled by zig, it is a stub that recognises no
+// instruction set.
 bool llamac_has_x86(X86Set set) {
     enum { FMA = 1 << 12, OSXSAVE = 1 << 27, F16C = 1 << 29, YMM = 0x6, ZMM = 0xe6 };
     const uint32_t avx512_sets = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; // F, DQ, BW, VL
@@ -24,7 +25,7 @@ bool llamac_has_x86(X86Set set) {
     saved = SAVED_REGISTERS();
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     uint32_t b1, c1, d1;
-    if (a && !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return false; // a: the last subleaf
+    if (a && !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return false; // a: last subleaf
     bool avx2 = (saved & YMM) == YMM && (first & FMA) && (first & F16C) && (b >> 5 & 1);
     bool avx512 = avx2 && (saved & ZMM) == ZMM && (b & avx512_sets) == avx512_sets;
     switch (set) {

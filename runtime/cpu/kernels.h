@@ -12,11 +12,11 @@
 // 32 activations in 8 bits. A product with quantised weights is a sum of products of bytes, so
 // activations are quantised once for all matrices that they are multiplied with. Weights that share
 // a scale also share a constant: the offset at which the type stores its numbers, or the minimum.
-// Its part of the product is the constant times the sum of q, so a Block also holds that sum.
+// It contributes the constant times the sum of q to the product, so a Block also holds that sum.
 typedef struct {
     float scale;  // largest magnitude / 127
     int16_t sum;  // of q
-    int16_t half; // of the first 16 of q
+    int16_t half; // sum of the first 16 of q
     int8_t q[32]; // round(x / scale)
 } Block;
 
@@ -95,8 +95,8 @@ typedef struct {
     const void *x;
     int cols;
     int T; // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens
-    // tiles were made by TypeKernels.unpack or, of Q8_0, from INT8_GROUPS in the same layout: 16
-    // float32 scales, then the bytes
+    // whether the tiles have the layout of TypeKernels.unpack. Those of Q8_0 have it if they were
+    // packed from INT8_GROUPS: 16 float32 scales, then the bytes
     bool unpacked;
     Prefetch prefetch;
 } TileProduct;
@@ -115,7 +115,7 @@ typedef struct {
     int width; // head_dim rounded up to a multiple of TILE
     int n;     // positions
     bool add;  // `mix` adds to `out` instead of replacing it
-    Type type; // of keys and values: F32, F16 or INT8_GROUPS, without its scales
+    Type type; // of keys and values: F32, F16 or INT8_GROUPS, whose scales the caller applies
 } Attention;
 
 enum { MAX_PANEL_QUERIES = 8 }; // max of Kernels.panel_queries
@@ -128,24 +128,24 @@ typedef struct {
     float *y;
     const void *w;  // row r, column c of tile i is w[i * tile_stride + c * column_stride + r]
     const float *x; // (cols, panel_queries)
-    // in numbers: between the rows of y, between tiles of w, between columns of a tile of w
+    // counted in numbers: between rows of y, between tiles of w, between columns of a tile of w
     size_t y_stride, tile_stride, column_stride;
     int tiles, cols;
     bool add;  // add to y instead of replacing it
-    Type type; // of w: F32, F16 or INT8_GROUPS, without its scales
+    Type type; // of w: F32, F16 or INT8_GROUPS, whose scales the caller applies
 } PanelProduct;
 
 // The kernels for one type of weights. A type without `dot` or `product` is multiplied as F32.
 typedef struct {
     // Returns the dot product of x with a row in the order of the file. x is Block (cols / 32,) for
-    // quantised types, else float (cols,). Only kernels without tiles have it, and F32
+    // quantised types, else float (cols,). Kernels with tiles have it only for F32
     float (*dot)(const void *row, const void *x, int cols);
     // Makes one row of tiles from its rows in the order of the file, which are `stride` bytes apart
     // and have `units` units each
     void (*pack)(uint8_t *tiles, const uint8_t *rows, size_t stride, int units);
     void (*product)(const TileProduct *);
     // Unpacks n tiles of a type with blocks of 256 into tiles of UNPACKED bytes, so that products
-    // with many tokens need not extract 4 to 6 bits again and again; NULL for other types. For each
+    // with many tokens need not extract 4 to 6 bits repeatedly; NULL for other types. For each
     // sub-block (columns that share a scale), the result has TILE float scales, TILE float minima
     // if the type has them, then a byte for each number, in the order of Q8_0
     void (*unpack)(uint8_t *out, const uint8_t *tiles, int n);
@@ -183,11 +183,11 @@ typedef struct Kernels {
     // x (n,) = exp((x - max) * scale); returns the sum of the new x
     float (*exponentials)(float *x, float max, float scale, int n);
     void (*multiply)(float *x, const float *y, int n); // x (n,) *= y
-    // p = q keys^T; may write scores of up to the next multiple of TILE positions
+    // p = q keys^T; may also write scores of padding, up to the next multiple of TILE positions
     void (*scores)(const Attention *);
     void (*mix)(const Attention *); // out = p values, for n positions
     void (*panel_product)(const PanelProduct *);
-    // Both are NULL unless the instruction set multiplies BF16 natively
+    // These two are NULL unless the instruction set multiplies BF16 natively
     void (*bf16s)(uint16_t *out, const float *x, int n); // out (n,) = x (n,) in BF16
     void (*pairs_product)(const TileProduct *);          // BF16 weights times pairs in BF16
 } Kernels;
@@ -205,7 +205,7 @@ extern const Kernels llamac_reference, llamac_avx2, llamac_avxvnni, llamac_avx51
     llamac_avx512bf16, llamac_neon, llamac_neondot, llamac_neoni8mm, llamac_wasm128;
 
 #if defined(__x86_64__)
-// AVX2 comes with FMA and F16C; AVX512 is F, BW, VL and DQ together.
+// X86_AVX2 includes FMA and F16C; X86_AVX512 is AVX-512 F, BW, VL and DQ together.
 typedef enum { X86_AVX2, X86_AVXVNNI, X86_AVX512, X86_AVX512_VNNI, X86_AVX512_BF16 } X86Set;
 
 // Returns whether the processor has the instructions, and the system saves their registers.
@@ -216,15 +216,15 @@ bool llamac_has_x86(X86Set);
 enum { MAX_KERNELS = 10 };
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]);
 
-// Returns the kernels of the instruction set with this name; NULL: the best. Returns NULL if the
-// name is unknown or this machine cannot run them.
+// Returns the kernels of the instruction set with this name, or the best ones if `isa` is NULL or
+// empty. Returns NULL if the name is unknown or this machine cannot run them.
 const Kernels *llamac_choose_kernels(const char *isa);
 
 static inline float half_to_float(uint16_t h) {
     // Moves exponent and mantissa to where a float has them. There the exponent is 112 too small,
-    // because floats have a bias of 127 and halves of 15. A product with 2^112 repairs that, for
-    // subnormal halves too. Halves below 2^16 are finite, so a larger result was infinity or NaN:
-    // it gets the exponent of those.
+    // because floats have a bias of 127 and halves of 15. Multiplying by 2^112 corrects that, for
+    // subnormal halves too. Finite halves are below 2^16, so a result of 2^16 or more was infinity
+    // or NaN and gets their exponent.
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
     float f;
     memcpy(&f, &bits, 4);

@@ -3,7 +3,7 @@
 #include "../os.h"
 #include "kernels.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) // the whole program may use it, as by default on Apple's
+#if defined(__ARM_FEATURE_DOTPROD) // enabled for the whole program: the default on Apple
 #define TARGET
 static bool supported(void) { return true; }
 #elif defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16)

@@ -129,8 +129,8 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
 // Products of kernels without tiles. `panels` are plain rows here, since all panels have one token
 // (Kernels.tokens is 1)
 
-// Returns the product of row r with a token, whose activations are x or `blocks`. A row that has no
-// `dot` is first converted to floats in scratch (cols,).
+// Returns the product of row r with a token, whose activations are x or `blocks`. If its type has
+// no `dot`, the row is first converted to floats in scratch (cols,).
 static float dot_row(const Kernels *k, const Mat *w, int r, const float *x, const Block *blocks,
                      float *scratch) {
     if (is_grouped(w)) return llamac_dot_groups(w, r, blocks);
@@ -161,8 +161,8 @@ static void multiply_plain(const Kernels *k, const Product *p, const Activations
 typedef struct {
     const Mat *w;
     const uint8_t *tiles; // the row of tiles of the first group
-    int first;            // group of that row of tiles
-    int n;                // groups
+    int first;            // index of the first group in that row of tiles
+    int n;                // number of groups
     bool unpacked;        // in the layout of TypeKernels.unpack
 } TileRows;
 
@@ -178,16 +178,16 @@ static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_
     return rows;
 }
 
-// Leaves out the first n groups.
+// Skips the first n groups.
 static void skip_groups(TileRows *rows, int n) {
-    int per = tile_height(rows->w) / TILE; // groups of a row of tiles
+    int per = tile_height(rows->w) / TILE; // groups per row of tiles
     rows->first += n, rows->n -= n;
     rows->tiles += rows->first / per * tiles_size(rows->w);
     rows->first %= per;
 }
 
-// Unpacks rows of tiles into `buffer`, if their type has `unpack` (as types with blocks of 256
-// weights have) and there are enough tokens T to gain from it.
+// Unpacks rows of tiles into `buffer`, if their type has `unpack` (types with blocks of 256
+// weights) and there are enough tokens T to gain from it.
 static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
     const Mat *w = rows->w;
     if (T < MIN_UNPACKED || !tile_kernels(k, w)->unpack) return;
@@ -195,17 +195,17 @@ static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
     rows->tiles = buffer, rows->unpacked = true;
 }
 
-// Where the results of a panel will be written: the next token's are `stride` bytes further on.
+// Where the results of a panel will be written. Consecutive tokens are `stride` bytes apart.
 typedef struct {
     const float *out;
     size_t stride;
 } Output;
 
 // Returns what the product of a panel prefetches (Prefetch in kernels.h): its output and, if the
-// weights are packed, a part of the tiles of the next rows. The panels of a prompt prefetch one
-// part each, in proportion to their width.
+// weights are packed, a part of the tiles of the next rows. Each panel of a prompt prefetches one
+// part, in proportion to its width.
 static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output output) {
-    // bytes of the rows, and so of the next ones
+    // bytes of the tiles of these rows, and so of the next ones
     size_t size = rows->n * tiles_size(rows->w) * TILE / tile_height(rows->w);
     int steps = (rows->w->cols + 1) / 2;
     Prefetch prefetch = {.weights = rows->tiles,
@@ -246,15 +246,16 @@ static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, con
     pairs ? k->pairs_product(&p) : tile_kernels(k, w)->product(&p);
 }
 
-// Computes rows r..end-1, at most ROWS of them and of one tile if they are floats, for any number
-// of tokens.
+// Computes rows r..end-1 for any number of tokens. These are at most ROWS rows, all in the same row
+// of tiles if they are floats.
 static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
     float *y = scratch; // (tokens of a panel, ROWS)
     uint8_t *buffer = (uint8_t *)(y + k->tokens * ROWS);
     TileRows rows = tile_rows(k, w, r, end, buffer);
-    // behind the packed weights, each of which takes less than 1 byte if its type has `unpack`
+    // the unpacked tiles follow the packed weights, which take less than 1 byte each if their type
+    // has `unpack`
     unpack(k, &rows, a->T, buffer + 2 * ROWS * w->cols);
     for (int t = 0; t < a->T;) {
         Panel panel = panel_at(k, t, a->T);
@@ -270,8 +271,8 @@ static void multiply_tiles(const Kernels *k, const Product *p, const Activations
 }
 
 // Computes rows r..end-1 for one token from packed weights, which are read as one long stream.
-// Writes the results of full tiles directly to the output, unless they are added, and others
-// through scratch.
+// Writes the results of full tiles directly to the output, unless they are added to it; all others
+// pass through scratch.
 static void stream_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                          float *scratch) {
     const Panel token = {0, 1, 1};
@@ -295,7 +296,7 @@ void llamac_multiply_rows(Worker *self, const Product *p, const Activations *in,
         }
 }
 
-// A Task. Items are ROWS rows, all items of one product after the other.
+// A Task. Each item is ROWS rows; the items of the products are numbered consecutively.
 static void matmul_rows(Worker *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
     Activations in = llamac_activations(self, a);
@@ -309,7 +310,7 @@ static void matmul_rows(Worker *self, const void *args, int begin, int end) {
 
 typedef struct {
     MatmulArgs args;
-    int first; // item
+    int first; // first item of the part
 } PartArgs;
 _Static_assert(sizeof(PartArgs) <= MAX_ARGS, "PartArgs must fit in a step");
 
@@ -368,7 +369,7 @@ static void swiglu_token(Worker *self, const MatmulArgs *a, const Activations *i
     float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
     for (int i = 0; i < 2; i++) llamac_multiply_rows(self, &a->products[i], in, r, end);
     k->swiglu(h, h2, end - r);
-    // r is a multiple of ROWS, so of 32: blocks are complete
+    // r is a multiple of ROWS, which is 32, so blocks are complete
     if (a->writes == BLOCKS) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
 }
 
@@ -441,8 +442,9 @@ void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
     llamac_prepare(cpu, &gated);
     bool fuse = !cpu->stream && w->w1.type == w->w3.type;
     if (fuse && (T == 1 || has_tiles(cpu->kernels))) {
-        // One step computes gate, up and h. It writes h as `down` reads it if that is BLOCKS, or
-        // PAIRS of several tokens. Otherwise it writes floats, which llamac_prepare converts
+        // One step computes gate, up and h. It writes h in the form that `down` reads if that is
+        // BLOCKS, or PAIRS with several tokens. Otherwise it writes floats, which llamac_prepare
+        // converts
         if (down.reads == BLOCKS || (down.reads == PAIRS && T > 1)) {
             gated.writes = down.reads, down.ready = true;
             down.in.blocks = cpu->gated_blocks;

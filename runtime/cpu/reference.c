@@ -39,7 +39,7 @@ static void halves(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i++) out[i] = float_to_half(x[i]);
 }
 
-// Has eight independent sums, so that an addition does not wait for the one before, and the
+// Uses eight independent sums, so that an addition does not wait for the one before, and the
 // compiler can use vectors.
 static float dot_f32(const void *row, const void *x, int n) {
     const float *w = row, *y = x;
@@ -93,7 +93,7 @@ static void quantize(Block *out, const float *x, int n_blocks) {
             memcpy(&bits, &rounded, 4);
             out->q[i] = (int8_t)bits;
             sum += (int8_t)bits;
-            if (i == 15) out->half = (int16_t)sum; // of the first 16
+            if (i == 15) out->half = (int16_t)sum; // sum of the first 16
         }
         out->scale = max / 127;
         out->sum = (int16_t)sum;
@@ -127,7 +127,7 @@ static float dot_q4(const void *row, const void *x, int cols) {
     return sum;
 }
 
-// Returns the dot product of x and 32 weights of a block, from weight `at` on.
+// Returns the dot product of x and weights at..at+31 of a block.
 static float dot_32(Type type, const Numbers *n, int at, const Block *x) {
     float sum = 0;
     for (int c = 0, per = numbers_per_scale(type); c < 32; c += per) {

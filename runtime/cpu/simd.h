@@ -1,4 +1,4 @@
-// The kernels in vectors. The file of an instruction set (ISA) defines the macros, types and
+// The kernels in vector code. The file of an instruction set (ISA) defines the macros, types and
 // functions below and includes this file. Its table of kernels (struct Kernels) then consists of
 // SIMD_KERNELS, at the end of this file, and of the fields that depend on the ISA: name, supported
 // and, if it has them, bf16s and pairs_product.
@@ -12,16 +12,16 @@
 //   FLOAT_STREAMS        rows of tiles of F32 that are multiplied with one token at once: 1, the
 //                        default, or 2
 //   UNROLL_WORDS         UNROLL if a product of Blocks gains from an unrolled loop over the words
-//                        of a sub-block; nothing by default
-//   BLOCK_TOKENS         the same for a product of Blocks, which also has integer sums
+//                        of a sub-block; empty by default
+//   BLOCK_TOKENS         like TOKENS, for a product of Blocks, which also has integer sums
 //   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (from int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN,
 //                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX(a, b) and MIN(a, b) are
 //                        NaN if b is NaN; if only a is NaN, they are NaN or b, depending on the ISA
 //   LARGEST(v)           the largest lane, any value if one is NaN
 //   SWAP(v)              exchanges the lanes of each pair
 //   POW2(n)              2^n for integers n from -126 to 127
-//   BF16_LOW(i), BF16_HIGH(i), F16_LOW(i), F16_HIGH(i)  of each lane, the lower or upper 16 bits as
-//                        a float
+//   BF16_LOW(i), BF16_HIGH(i), F16_LOW(i), F16_HIGH(i)  convert the lower or upper 16 bits of each
+//                        lane to a float
 //   LOAD_I, SET_I, FLOATS (from int32), INTS (from floats, to nearest even), ADD_I, MAX_I, SUM_I,
 //                        LARGEST_I
 //   MAGNITUDE(v)         the bits of the floats, with the sign cleared
@@ -30,7 +30,7 @@
 //   DOT(c, w, x)         adds to each int32 lane of c the four products of the bytes of w and x in
 //                        that lane; w is unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 63
-//   AND_15, SHIFT_4      the low, the high nibble of each byte
+//   AND_15, SHIFT_4      the low nibble, the high nibble of each byte
 // Only if the ISA multiplies matrices of bytes, in vectors of 4 lanes:
 //   DOT_2X2(c, w, x)     w is 8 bytes of each of two rows, x of each of two tokens; adds the
 //                        products of row 0 with both tokens, then of row 1, to the lanes of c
@@ -98,7 +98,7 @@ INLINE void store_up_to(float *x, Floats v, int left) {
 #include "simd_elementwise.h"
 #include "simd_attention.h"
 
-// The kernels of a quantised type: functions of their own, for which `type` is a constant.
+// Defines separate kernels for one quantised type, so that `type` is a constant in them.
 #define BLOCK_KERNELS(name, type) \
     TARGET static void pack_##name(uint8_t *tiles, const uint8_t *rows, size_t stride, int n) { \
         pack_blocks(type, tiles, rows, stride, n); \

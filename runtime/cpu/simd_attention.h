@@ -12,8 +12,9 @@
     else if (a->n_queries == 3) function(type, a, 3); \
     else function(type, a, QUERIES)
 
-// Computes the scores of n queries for `tiles` tiles of keys at once: with few queries, several
-// tiles, so that enough sums are independent and an addition does not wait for the one before.
+// Computes the scores of n queries for `tiles` tiles of keys at once. With few queries, these are
+// several tiles, so that enough sums are independent and an addition does not wait for the one
+// before.
 INLINE void score_tiles(Type type, const Attention *a, int first, const int n, const int tiles) {
     const size_t column = number_size(type) * TILE; // bytes of one dimension in a tile
     const char *keys = (const char *)a->keys + first / TILE * column * a->head_dim;
@@ -35,7 +36,7 @@ INLINE void score_tiles(Type type, const Attention *a, int first, const int n, c
 }
 
 INLINE void score_queries(Type type, const Attention *a, const int n) {
-    // as many as have room for their sums and keys in registers
+    // max tiles whose sums and keys fit in registers
     const int tiles = n == 1 ? 4 : LANES == 16 || n == 2 ? 2 : 1;
     int i = 0;
     for (; i + tiles * TILE <= a->n; i += tiles * TILE) score_tiles(type, a, i, n, tiles);
@@ -64,7 +65,7 @@ INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const
 }
 
 INLINE void mix_queries(Type type, const Attention *a, const int n) {
-    // vectors for which the sums of all queries fit in registers
+    // max vectors for which the sums of all queries fit in registers
     const int MANY = LANES == 16 || n == 1 ? 4 : 2;
     int d = 0;
     for (; d + MANY * LANES <= a->width; d += MANY * LANES) mix_columns(type, a, d, n, MANY);
@@ -76,8 +77,8 @@ INLINE void mix_of(Type type, const Attention *a) { BY_QUERIES(mix_queries, type
 
 TARGET static void mix(const Attention *a) { BY_TYPE(mix_of, a); }
 
-// Queries of a panel: Kernels.panel_queries. Divides the max tokens of a span, see span_length in
-// attention.c.
+// Queries of a panel: Kernels.panel_queries. PANEL divides the max tokens of a span, see
+// span_length in attention.c.
 enum { PANEL = TOKENS < 8 ? 4 : MAX_PANEL_QUERIES };
 
 // Multiplies a panel with `tiles` tiles of w, from tile `first` on.

@@ -6,7 +6,7 @@
 // step. Loops over steps stay loops; those over the sub-blocks i of a step are unrolled, so i is a
 // constant.
 
-// Loads four activations, the same into each lane.
+// Loads four activations and copies them to every lane.
 INLINE Ints four_bytes(const int8_t *q) {
     int32_t bytes;
     memcpy(&bytes, q, 4);
@@ -27,22 +27,22 @@ INLINE int steps_of(Type type) {
     return block_size(type).numbers / numbers_per_scale(type) / subs_of_step(type);
 }
 
-// Returns which sub-block of the block is sub-block i of a step. The four summands for Q6_K, in
-// order: which half of the block, low or high nibbles, which 32 of the half's 64 bytes, which 16 of
-// these 32.
+// Returns the index in the block of sub-block i of a step. For Q6_K, the four summands select, in
+// order: the half of the block, low or high nibbles, 32 of the half's 64 bytes, 16 of these 32.
 INLINE int sub_of(Type type, int step, int i) {
     return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i;
 }
 
-// Word i of LANES rows of a tile, from the row that `words` points to on. A tile stores word 0 of
-// all its TILE rows, then word 1 of all rows, and so on.
+// Returns word i of LANES rows of a tile, starting with the row that `words` points to. A tile
+// stores word 0 of all its TILE rows, then word 1 of all rows, and so on.
 INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
 
-// Four columns of LANES rows as bytes: of sub-block i of a step, from column 4g + 16h on. Each byte
-// is too large by zero_of(type), or Q8_OFFSET for Q8_0. h is 1 only for types with 32 columns and
-// nibbles, which store columns 16.. in high nibbles; h is 0 for all others. Words 0..2 of Q4_K and
-// Q5_K are scales and minima. In words, Q5_K has fifth bits in 3..10, nibbles in 11..42; Q6_K has
-// nibbles in 0..31, upper bits in 32..47, scales in 48..51.
+// Returns four columns of LANES rows as bytes: those of sub-block i of a step that begin with
+// column 4g + 16h. Each byte is too large by zero_of(type), or by Q8_OFFSET for Q8_0. h is 1 only
+// for types with 32 columns and nibbles, which store columns 16..31 in high nibbles; h is 0 for all
+// others. Words 0..2 of Q4_K and Q5_K are scales and minima. Words 3..10 of Q5_K are fifth bits,
+// words 11..42 nibbles. Words 0..31 of Q6_K are nibbles, words 32..47 upper bits, words 48..51
+// scales.
 INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, int h) {
     if (type == Q8_0) return word_at(words, g);
     if (type == Q4_0 || type == Q4_1) return nibbles_of(word_at(words, g), h);
@@ -63,7 +63,7 @@ INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, 
     return either(low, bits(upper, i / 2 * 4 - 4, 0x30303030));
 }
 
-// The scales (or minima) of sub-block s of Q4_K and Q5_K, 6 bits each: see read_k_scales in
+// Returns the scales (or minima) of sub-block s of Q4_K and Q5_K, 6 bits each: see read_k_scales in
 // blocks.h.
 INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
     if (s < 4) return bits(word_at(words, minima), 8 * s, 63);
@@ -72,8 +72,8 @@ INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
     return either(low, bits(word_at(words, minima), at + 2, 0x30));
 }
 
-// The scales of sub-block s for LANES rows. A tile begins with half-precision scales, then minima
-// if the type has them: `halves` points to the scale of the first of these rows.
+// Returns the scales of sub-block s for LANES rows. A tile begins with half-precision scales, then
+// minima if the type has them: `halves` points to the scale of the first of these rows.
 INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
     Floats scales = LOAD_F16((const void *)halves);
     if (has_k_scales(type)) return MUL(scales, FLOATS(k_scales(words, s, 0)));
@@ -83,13 +83,14 @@ INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, 
     return MUL(scales, FLOATS((Ints)((SignedWords)bytes >> 24)));
 }
 
-// The minima of sub-block s for LANES rows, to be subtracted. Q4_1 and Q5_1 store them to be added.
+// Returns the minima of sub-block s for LANES rows, to be subtracted. Those of Q4_1 and Q5_1 are
+// stored to be added, so they are negated.
 INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
     Floats minima = LOAD_F16((const void *)(halves + 2 * TILE));
     return MUL(minima, has_k_scales(type) ? FLOATS(k_scales(words, s, 1)) : SET(-1));
 }
 
-// Bytes of the scales and minima of an unpacked sub-block, and of the whole sub-block.
+// Return the bytes of the scales and minima of an unpacked sub-block, and of the whole sub-block.
 INLINE int unpacked_head(Type type) { return (has_minima(type) ? 8 : 4) * TILE; }
 INLINE int unpacked_size(Type type) { return unpacked_head(type) + numbers_per_scale(type) * TILE; }
 
@@ -128,7 +129,7 @@ INLINE size_t tile_bytes(Type type, bool unpacked) {
     return type == Q8_0 ? unpacked_size(type) : UNPACKED;
 }
 
-// numbers_at, of tiles in either layout.
+// Returns the same as numbers_at, for packed or unpacked tiles.
 INLINE Ints weights_at(const Shape shape, const uint8_t *words, int step, int i, int g, int h) {
     return shape.unpacked ? word_at(words, g) : numbers_at(shape.type, words, step, i, g, h);
 }
@@ -147,13 +148,13 @@ INLINE int columns_per_byte(Type type) {
     return type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1;
 }
 
-// Returns which activation of a Block belongs to the first column of numbers_at.
+// Returns the index in a Block of the activation for the first column of numbers_at.
 INLINE int column_at(Type type, int i, int g, int h) {
     return (type == Q6_K ? 16 * (i % 2) : 0) + 4 * g + 16 * h;
 }
 
-// Adds the products of sub-block i of a step to `products`. words: those of each vector of rows;
-// at.x: the Block of the first token.
+// Adds the products of sub-block i of a step to `products`. words: the words of each vector of
+// rows; at.x: the Block of the first token.
 INLINE void add_products(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
                          const uint8_t *const words[SUMS], Operands at, int step, const int i) {
     const Type type = shape.type;
@@ -174,14 +175,14 @@ INLINE void add_products(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
 }
 
 #ifdef DOT_2X2
-// The same for an even number of tokens, by products of 8 columns of two rows with two tokens. A
-// word of a tile is four columns of a row, so two words of each row are put side by side.
+// The same for an even number of tokens. DOT_2X2 multiplies 8 columns of two rows with two tokens.
+// A word of a tile is four columns of a row, so two words of each row are put side by side.
 INLINE void add_products_2x2(const Shape shape, Ints products[SUMS][BLOCK_TOKENS],
                              const uint8_t *const words[SUMS], Operands at, int step, const int i) {
     const Type type = shape.type;
     const int T = shape.T, vectors = shape.tile_rows * VECTORS, nibbles = columns_per_byte(type);
-    // until the end, products[v][t] is rows 0 and 1 of tokens t and t + 1, products[v][t + 1] is
-    // rows 2 and 3 of them
+    // during the loop, products[v][t] holds rows 0 and 1 of tokens t and t + 1, products[v][t + 1]
+    // holds rows 2 and 3 of them
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t += 2) {
         Quad a = (Quad)products[v][t], b = (Quad)products[v][t + 1];
         products[v][t] = (Ints)LOW_32(a, b), products[v][t + 1] = (Ints)HIGH_32(a, b);
@@ -219,7 +220,7 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     const Type type = shape.type;
     const int T = shape.T, vectors = shape.tile_rows * VECTORS;
     const int per = numbers_per_scale(type), s = sub_of(type, step, i);
-    const int first = column_at(type, i, 0, 0); // of the 32 activations of a Block
+    const int first = column_at(type, i, 0, 0); // index in the 32 activations of a Block
     const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
     at.x += s * per / 32;
     // `halves` points to half-precision scales, or to float32 scales if the tiles are unpacked
@@ -260,9 +261,9 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     }
 }
 
-// Prefetches the part of a tile that belongs to a step: `share` bytes. Products read the sub-blocks
-// of a tile of 256 columns in another order than that of memory, so the processor does not
-// recognise a stream.
+// Prefetches the part of a tile that belongs to a step: `share` bytes. Products do not read the
+// sub-blocks of a tile of 256 columns in the order of memory, so the processor does not recognise
+// a stream.
 INLINE void prefetch_share(const uint8_t *tile, size_t share, int step) {
     for (size_t i = 0; i < share; i += 64) __builtin_prefetch(tile + step * share + i);
 }

@@ -34,7 +34,7 @@ TARGET static void rotate(float *x, const float *rotation, int head_dim) {
     }
 }
 
-// Loads vectors of the first and the second half of a head together: they are partners.
+// Loads vectors of the first and the second half of a head together: their elements are partners.
 TARGET static void rotate_halves(float *x, const float *rotation, int head_dim) {
     const int half = head_dim / 2;
     const float *sines = rotation + head_dim;

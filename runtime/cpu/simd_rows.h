@@ -1,6 +1,6 @@
 // Part of simd.h: dot product and conversions of rows of numbers.
 
-// Has four independent sums, so that an addition does not wait for the one before.
+// Uses four independent sums, so that an addition does not wait for the one before.
 TARGET static float dot_f32(const void *row, const void *y, int n) {
     const float *w = row, *x = y;
     Floats a = SET(0), b = a, c = a, d = a;

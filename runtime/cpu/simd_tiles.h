@@ -106,7 +106,7 @@ INLINE void load_columns(Type type, Floats w[2][2 * VECTORS], const uint8_t *til
 }
 
 // Multiplies one or two groups of TILE rows of a row of tiles with T tokens. `tiles` points to the
-// first group of the first tile. Each lane adds the columns in order, whatever T is.
+// first group of the first tile. Each lane adds the columns in order, regardless of T.
 INLINE void float_tiles(Type type, const TileProduct *p, const uint8_t *tiles, const int T,
                         const int groups) {
     const int cols = p->cols, vectors = groups * VECTORS;
@@ -117,8 +117,8 @@ INLINE void float_tiles(Type type, const TileProduct *p, const uint8_t *tiles, c
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
     int c = 0;
     for (; c + 2 <= cols; c += 2, x += 2 * T) {
-        // the output and the weights of the next rows; with 1 or 2 tokens, memory is read as one
-        // stream instead
+        // prefetches the output and the weights of the next rows, except with 1 or 2 tokens, when
+        // memory is read as one stream
         if (T > 2) prefetch(&ahead, c / 2);
         load_columns(type, w, tiles + c * column, vectors, true);
         add_column(sums, w[0], x, T, vectors);
@@ -134,7 +134,7 @@ INLINE void float_tiles(Type type, const TileProduct *p, const uint8_t *tiles, c
 }
 
 // Multiplies two rows of tiles of F32 with one token. Memory is read faster as two streams, unless
-// it has large pages: while one stream waits for its next page, the other goes on.
+// it has large pages: while one stream waits for its next page, the other continues.
 INLINE void two_float_rows(const TileProduct *p, const uint8_t *tiles) {
     const size_t column = 4 * FLOAT_TILE, row = p->cols * column; // bytes
     const float *x = p->x;

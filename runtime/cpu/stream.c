@@ -1,37 +1,37 @@
-// Weights that are not kept in memory: a thread reads them from the model file for every pass through
-// the model, one section ahead of the steps that multiply them.
+// Weights that are not kept in memory: a thread reads them from the model file for every pass
+// through the model, one section ahead of the steps that multiply them.
 //
-// A section is about SECTION_BYTES of weights in the order in which a pass multiplies them: parts of
-// one or more matrices. There are two buffers. While the workers multiply the section in one of them,
-// the thread reads the next section into the other.
+// A section is about SECTION_BYTES of weights in the order in which a pass multiplies them: parts
+// of one or more matrices. There are two buffers. While the workers multiply the section in one of
+// them, the thread reads the next section into the other.
 #include <stdlib.h>
 #include "../os.h"
 #include "cpu.h"
 
-enum { ALIGNMENT = 64 }; // of what is in a buffer, in bytes
+enum { ALIGNMENT = 64 }; // alignment in bytes of the rows and scales in a buffer
 
-// Consecutive bytes of the file. `skipped`: bytes of the matrix's rows, or scales, before them.
+// Bytes at..at+n-1 of the file. `skipped`: bytes of the matrix's rows, or scales, before them.
 typedef struct { size_t at, n, skipped; } Extent;
 
 // Rows of a matrix that are read together: those of items first..end-1 of its product's step.
 typedef struct {
     Mat *m;
     int first, end;
-    Extent rows, scales; // scales: of INT8_GROUPS, which has them in another place of the file
-    size_t at;           // of the rows in the buffer; the scales follow
+    Extent rows, scales; // scales: only for INT8_GROUPS, which stores them elsewhere in the file
+    size_t at;           // byte offset of the rows in the buffer; the scales follow
     int section;
 } Part;
 
 struct Stream {
     const struct File *file;
     Part *parts; // (n,) in the order in which a pass needs them
-    int *first;  // (n_sections + 1,) first part of each section, and n
+    int *first;  // (n_sections + 1,) first part of each section, then n
     int n, n_sections;
     size_t bytes; // of all parts in the file
     uint8_t *buffers[2];
-    // Guarded by the monitor, which wakes all after each change that a thread may wait for
+    // Guarded by the monitor. Each change that a thread may wait for wakes all waiting threads
     int held[2];   // the section in each buffer, -1: none
-    bool ready[2]; // it has been read
+    bool ready[2]; // whether that section has been read
     int current;   // the section that the workers multiply or wait for
     bool stopping, failed;
     Monitor monitor;
@@ -49,8 +49,8 @@ static int buffer_of(const Stream *s, int section) {
     return s->held[0] == section ? 0 : s->held[1] == section ? 1 : -1;
 }
 
-// Returns the section to read now, or -1: the current one, then the next one. The first section
-// follows the last, because the next pass begins there.
+// Returns the section to read now: the current one or, if a buffer holds it, the next one; -1 if
+// buffers hold both. The first section follows the last, because the next pass begins with it.
 static int section_to_read(const Stream *s) {
     int next = (s->current + 1) % s->n_sections;
     return buffer_of(s, s->current) < 0 ? s->current : buffer_of(s, next) < 0 ? next : -1;
@@ -87,8 +87,8 @@ static void read_ahead(void *arg) {
     llamac_unlock(&s->monitor);
 }
 
-// Waits until a section has been read. From then on, the other buffer is free for the next section.
-// Returns the buffer.
+// Waits until a section has been read, and returns its buffer. From then on, the other buffer is
+// free for the next section.
 static const uint8_t *await_section(Stream *s, int section) {
     int buffer;
     llamac_lock(&s->monitor);
@@ -102,8 +102,8 @@ static const uint8_t *await_section(Stream *s, int section) {
 // ----------------------------------------------------------------------------
 // Steps
 
-// A Task with one item: waits for a section, and makes its matrices point to the buffer, to where
-// row 0 and scale 0 would be. Only the rows of the section are read.
+// A Task with one item: waits for a section, and makes its matrices point to where row 0 and scale
+// 0 would be in the buffer. Only the rows of the section may be read.
 static void open_section(Worker *self, const void *args, int begin, int end) {
     Stream *s = self->cpu->stream;
     int section = *(const int *)args;
@@ -162,15 +162,15 @@ static Part make_part(const struct File *file, Mat *m, int first, int end) {
     return p;
 }
 
-// Cuts the matrices into parts of whole items, and the parts into sections. Writes the bytes that
-// the largest section needs in a buffer. Returns false if there is not enough memory.
+// Cuts the matrices into parts of whole items, and groups the parts into sections. Sets *largest to
+// the bytes of a buffer for the largest section. Returns false if there is not enough memory.
 static bool cut(Stream *s, Mat *const *matrices, int n, size_t *largest) {
     int capacity = 0, section = 0;
     for (int i = 0; i < n; i++) capacity += (matrices[i]->rows + ROWS - 1) / ROWS;
     s->parts = calloc(capacity, sizeof *s->parts);
     s->first = calloc(capacity + 1, sizeof *s->first);
     if (!s->parts || !s->first) return false;
-    size_t used = 0; // bytes of the section
+    size_t used = 0; // bytes of the section so far
     for (int i = 0; i < n; i++) {
         Mat *m = matrices[i];
         int items = (m->rows + ROWS - 1) / ROWS;

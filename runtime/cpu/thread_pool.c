@@ -5,10 +5,10 @@
 enum {
     SLICES = 16,          // max slices of a share
     MIN_SLICE = 30000,    // min multiplications of a slice, except for the first and the last one
-    GROUP = 4,            // workers of a leaf of the barrier's tree, children of other nodes
+    GROUP = 4,            // max workers per leaf of the barrier's tree, max children per other node
     PAUSES = 4,           // pauses of a waiting worker between two readings of the clock
     HELP_AFTER = 200,     // nanoseconds from the first reading until a waiting worker helps others
-    YIELD_AFTER = 20000,  // nanoseconds between two offers of the core to other threads
+    YIELD_AFTER = 20000,  // nanoseconds between two yields of the core to other threads
     SLEEP_AFTER = 200000, // nanoseconds until a worker without steps sleeps
     MIN_WORK = 20000,     // min multiplications per step of a list, on average, to share the list
 };
@@ -17,8 +17,8 @@ enum {
 // Waiting
 
 // Waits are limited by time, because a pause takes 10 to 50 nanoseconds, depending on the model of
-// the processor. The clock is the processor's own counter: it is read in about 20 nanoseconds, and
-// never needs a system call, which clock_gettime does on some virtual machines.
+// the processor. The clock is the processor's own counter: reading it takes about 20 nanoseconds
+// and never needs a system call, unlike clock_gettime on some virtual machines.
 
 // PAUSE lets the other threads of the core run, saves energy, and keeps speculative loads of the
 // awaited cache line from delaying its owner. On ARM, `yield` does nothing in most processors, and
@@ -38,7 +38,7 @@ static uint64_t ticks(void) {
 static uint64_t ticks(void) { return (uint64_t)(llamac_seconds() * 1e9); }
 #endif
 
-// Returns how many ticks a second has, measured for 20 microseconds.
+// Returns the ticks per second, measured for 20 microseconds.
 static double measure_ticks(void) {
     double begin = llamac_seconds(), end;
     uint64_t first = ticks();
@@ -47,26 +47,26 @@ static double measure_ticks(void) {
     return (ticks() - first) / (end - begin);
 }
 
-// Returns how many ticks a second has: the median of three measurements, because the system may
-// suspend the thread between two readings of the clocks.
+// Returns the ticks per second: the median of three measurements, because the system may suspend
+// the thread between two readings of the clocks.
 static double ticks_per_second(void) {
     double a = measure_ticks(), b = measure_ticks(), c = measure_ticks();
     double low = a < b ? a : b, high = a < b ? b : a;
     return c < low ? low : c > high ? high : c;
 }
 
-// The wait of a worker for another thread, all zero when it begins.
+// State of a worker's wait for another thread, all zero when the wait begins.
 typedef struct {
     unsigned pauses;
     uint64_t last;    // ticks at the last reading of the clock
     uint64_t waited;  // ticks between the first reading and the last one
-    uint64_t yielded; // `waited` at the last offer of the core
+    uint64_t yielded; // `waited` when the core was last yielded
 } Wait;
 
-// Pauses. Every PAUSES pauses, updates w->waited and returns true. Offers the core to other threads
-// during long waits, because the awaited thread may need it. Much time between two readings means
-// that the system had suspended this worker, and perhaps the awaited thread too: it does not count
-// as waiting.
+// Executes one pause. At every PAUSES-th call, updates w->waited and returns true. Yields the core
+// to other threads during long waits, because the awaited thread may need it. A long time between
+// two readings of the clock means that the system had suspended this worker, and perhaps the
+// awaited thread too, so it does not count as waiting.
 static bool pause_briefly(const ThreadPool *pool, Wait *w) {
     PAUSE();
     if (++w->pauses % PAUSES) return false;
@@ -83,13 +83,13 @@ static bool pause_briefly(const ThreadPool *pool, Wait *w) {
 // ----------------------------------------------------------------------------
 // Slices and the barrier
 
-// Sets begin and end to share i of n items, items begin..end-1.
+// Computes which of n items are share i: items begin..end-1.
 static void share_of(int n, int n_threads, int i, int *begin, int *end) {
     *begin = (int)((int64_t)n * i / n_threads);
     *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
 
-// Returns the first item of a slice of the share begin..end-1; slice SLICES is its end. The first
+// Returns the first item of a slice of the share begin..end-1, or `end` for slice SLICES. The first
 // slices are large and the last ones small, so that all workers finish at nearly the same time. No
 // slice is larger than a quarter of the share, because a slow core may be late with it.
 static int slice_start(int begin, int end, int slice) {
@@ -99,8 +99,8 @@ static int slice_start(int begin, int end, int slice) {
     return end - (int)((int64_t)(end - begin) * left[slice] / 64);
 }
 
-// A worker takes small slices together. Returns the end of those that it takes from `slice` on:
-// they have MIN_SLICE multiplications or more, or are the last ones of the share begin..end-1.
+// Returns the end of the slices that a worker takes together, starting with `slice`: they have at
+// least MIN_SLICE multiplications, or are the last ones of the share begin..end-1.
 static int next_slice(const Step *step, int begin, int end, int slice) {
     int first_item = slice_start(begin, end, slice);
     do slice++;
@@ -127,7 +127,7 @@ static void count_finished(ThreadPool *pool, unsigned step, int i, unsigned n) {
 //
 // The caller may replace pool->steps and pool->first once the step is over. The step is not over
 // while this worker has a slice that it has not finished. So it takes a slice first, a single one,
-// and only then reads the step, whose costs say how many of the next slices to take together.
+// and only then reads the step, whose cost determines how many of the next slices to take together.
 static void take_slices(Worker *self, int i) {
     ThreadPool *pool = self->pool;
     atomic_uint *taken = &pool->workers[i].taken;
@@ -184,7 +184,7 @@ static void run_step(Worker *self) {
 
 // Links the barrier's tree, level by level: the leaves are the nodes of the first workers, their
 // parents those of the next ones. The root has one child, so that it is written once per step while
-// the workers read it. Only a leaf that is alone is the root itself: for few workers, the way to a
+// the workers read it. But if there is only one leaf, it is the root itself: for few workers, a
 // second node would take longer.
 static void link_nodes(ThreadPool *pool) {
     Worker *level = pool->workers;

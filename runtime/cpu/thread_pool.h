@@ -50,7 +50,7 @@ struct Node {
 // notices that its step is over. These numbers wrap around to zero.
 struct Worker {
     _Alignas(64) atomic_uint taken; // slices taken so far from this worker's share
-    Node node;                      // a node of the tree; has nothing to do with this worker
+    Node node;                      // a node of the tree, stored here but unrelated to this worker
     _Alignas(64) ThreadPool *pool;
     Thread thread;
     unsigned step; // number of the step that this worker runs, or will run next

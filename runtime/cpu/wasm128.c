@@ -98,8 +98,9 @@ static inline void store_halves(uint16_t *p, v128_t v) {
     llamac_reference.halves(p, floats, LANES);
 }
 
-// The upper 16 bits of each lane: half_to_float of kernels.h in vectors. The arithmetic shift moves
-// the exponent and the mantissa to where a float has them, and leaves the sign where it is.
+// Converts half-precision numbers, sign-extended to 32 bits, to floats: half_to_float of kernels.h
+// in vectors. The shift moves the exponent and the mantissa to where a float has them, and the mask
+// keeps the sign, which is in bit 31 due to the sign extension.
 static inline v128_t floats_of_halves(v128_t i) {
     v128_t bits = wasm_v128_and(wasm_i32x4_shl(i, 13), SET_I((int)0x8fffe000));
     v128_t f = wasm_f32x4_mul(bits, SET(0x1p112f));
@@ -107,8 +108,8 @@ static inline v128_t floats_of_halves(v128_t i) {
     return wasm_v128_or(f, wasm_v128_and(infinite, SET_I(0x7f800000)));
 }
 
-// Multiplies the even bytes of w (unsigned) and x (signed), then the odd ones, as 16-bit numbers. An
-// instruction adds two such products in 32 bits. The compiler widens x once for all w.
+// Multiplies the even bytes of w (unsigned) and x (signed), then the odd ones, as 16-bit numbers.
+// One instruction adds two such products in 32 bits. The compiler widens x once for all w.
 static inline v128_t add_products_of_bytes(v128_t c, v128_t w, v128_t x) {
     v128_t even = wasm_i32x4_dot_i16x8(wasm_v128_and(w, wasm_i16x8_splat(255)),
                                        wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8));

@@ -40,13 +40,12 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
     }
 }
 
-// Copies n units of row r, from unit u on, to `out`. Converts types without units of their own to
-// floats.
+// Copies units u..u+n-1 of row r to `out`. Converts types without their own units to floats.
 static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
     const uint8_t *data = m->data;
     size_t size = unit_size(m), bytes = n * size;
     if (is_half(m)) {
-        // bytes of the row; if the number of columns is odd, the last unit is half full
+        // bytes left in the row; if the number of columns is odd, the last unit is half full
         size_t left = 2 * ((size_t)m->cols - 2 * u);
         memset(out, 0, bytes);
         memcpy(out, data + 2 * ((size_t)r * m->cols + 2 * u), bytes < left ? bytes : left);
@@ -66,7 +65,7 @@ float llamac_dot_groups(const Mat *m, int r, const Block *x) {
     return sum;
 }
 
-// Packs TILE rows of groups, or fewer at the end of the matrix, into a row of unpacked tiles
+// Packs TILE rows of INT8_GROUPS, or fewer at the end of the matrix, into a row of unpacked tiles
 // (TypeKernels.unpack): 16 scales, then the bytes in the order of Q8_0.
 static void pack_groups(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
     enum { BLOCK = 34, SCALES = TILE * sizeof(float), BYTES = TILE * 32 };

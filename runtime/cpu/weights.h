@@ -6,8 +6,8 @@
 #include "kernels.h"
 
 // Returns whether a matrix in llama2.c's INT8_GROUPS consists of blocks of 32 numbers of a row that
-// share a scale, as those of nearly all files do. It is then multiplied like Q8_0, with scales in
-// float32; otherwise it is converted to floats.
+// share a scale, as in nearly all files. It is then multiplied like Q8_0, with scales in float32;
+// otherwise it is converted to floats.
 static inline bool is_grouped(const Mat *m) {
     return m->type == INT8_GROUPS && m->group % 32 == 0 && m->cols % 32 == 0;
 }
@@ -18,24 +18,24 @@ static inline bool is_quantised(const Mat *m) {
     return block_size(m->type).numbers > 1 || is_grouped(m);
 }
 
-// Returns whether the matrix has numbers of 16 bits.
+// Returns whether the numbers of the matrix have 16 bits.
 static inline bool is_half(const Mat *m) { return m->type == BF16 || m->type == F16; }
 
-// A unit is what a tile has of each row: a block of a quantised type, two numbers of BF16 or F16,
-// or a float of any other type. Returns the bytes of a unit.
+// Returns the bytes of a unit, the part of a row that one tile holds: a block of a quantised type,
+// two numbers of BF16 or F16, or one float for any other type.
 static inline int unit_size(const Mat *m) {
     if (is_grouped(m)) return sizeof(float) + 32;
     return is_quantised(m) ? block_size(m->type).bytes : 4;
 }
 
-// Returns the units of a row.
+// Returns the number of units of a row.
 static inline int units(const Mat *m) {
     if (is_grouped(m)) return m->cols / 32;
     if (is_quantised(m)) return m->cols / block_size(m->type).numbers;
     return is_half(m) ? (m->cols + 1) / 2 : m->cols;
 }
 
-// Returns the rows of a tile.
+// Returns the number of rows of a tile.
 static inline int tile_height(const Mat *m) { return is_quantised(m) ? TILE : FLOAT_TILE; }
 
 // Returns the bytes of a row of tiles.
@@ -43,14 +43,14 @@ static inline size_t tiles_size(const Mat *m) {
     return (size_t)units(m) * unit_size(m) * tile_height(m);
 }
 
-// Returns row r as the file has it, or the end of the matrix if r is beyond the last row.
+// Returns a pointer to row r in `data`, or to the end of the matrix if r is beyond the last row.
 static inline const uint8_t *row_of(const Mat *m, int r) {
     BlockSize block = m->type == INT8_GROUPS ? (BlockSize){1, 1} : block_size(m->type);
     size_t size = (size_t)m->cols / block.numbers * block.bytes;
     return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
 }
 
-// Returns whether the kernels multiply rows as the file has them. If not, rows are converted to
+// Returns whether the kernels multiply rows in the order of the file. If not, rows are converted to
 // floats first.
 static inline bool has_dot(const Kernels *k, const Mat *m) {
     return m->type <= BF16 && k->types[m->type].dot;
@@ -77,7 +77,7 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
 // zero.
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r);
 
-// Returns the dot product of row r with x (cols / 32,), if is_grouped(m).
+// Returns the dot product of row r with x (cols / 32,). is_grouped(m) must be true.
 float llamac_dot_groups(const Mat *m, int r, const Block *x);
 
 #endif

@@ -1,5 +1,5 @@
-// Operations of simd.h that avx2.h and avx512.h share, on vectors of 16 and 32 bytes. TARGET is
-// defined before this file is included.
+// Operations of simd.h that avx2.h and avx512.h share, on vectors of 16 and 32 bytes. TARGET must
+// be defined before this file is included.
 #include <immintrin.h>
 
 typedef __m128i Quad;

@@ -1,5 +1,5 @@
-// Attention without tensor cores, the KV cache, and what happens to queries, keys and values
-// before it: biases, norms and rotary positions (RoPE).
+// Attention without tensor cores, the KV cache, and the preparation of queries, keys and values:
+// biases, norms and rotary position embedding (RoPE).
 #pragma once
 #include "formats.cuh"
 
@@ -12,18 +12,18 @@ typedef struct {
     int n_heads, n_kv_heads, head_dim;
     int window;         // max positions that a token attends to; 0: no limit
     bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
-    size_t offset;      // bytes from the keys (values) of a sequence to those of this layer
+    size_t offset;      // byte offset of this layer in the keys (values) of a sequence
     const Input *input; // the batch
 } LayerCache;
 
-// Returns the layer in the cache of token t's sequence.
+// Returns c with the keys and values of token t's sequence.
 static __device__ LayerCache cache_of(LayerCache c, int t) {
     const InputToken &token = c.input->tokens[t];
     c.keys = (char *)token.keys + c.offset, c.values = (char *)token.values + c.offset;
     return c;
 }
 
-// Returns the first of the n positions up to a token's own that it attends to.
+// Returns the first position that the token at position n - 1 attends to.
 static __device__ int first_position(const LayerCache &c, int n) {
     return c.window && n > c.window ? n - c.window : 0;
 }
@@ -54,14 +54,14 @@ template <> struct CacheFormat<__half> : Format<F16> { typedef __half2 Pair; };
 // A warp's attention
 
 // A softmax over the positions seen so far: the largest score, the sum of the weights
-// exp(score - max), and the weighted sum of the values. A head is cut into slices of 64 dimensions,
-// at most SLICES. Of slice i of the weighted sum, lane l holds dimensions 64 i + 2 l and
+// exp(score - max), and the weighted sum of the values. A head is cut into at most SLICES slices of
+// 64 dimensions. Of slice i of the weighted sum, lane l holds dimensions 64 i + 2 l and
 // 64 i + 2 l + 1, as out[2 i] and out[2 i + 1].
 template <int SLICES> struct OnlineSoftmax { float max, sum, out[2 * SLICES]; };
 
-// Attends with q (width,) to the positions from `begin` to n - 1. A tile is 32 consecutive positions,
-// the first of which has number `begin` among its own; each lane computes the score of one. The warp
-// takes tiles first_tile, first_tile + tile_stride, and so on.
+// Attends with q (width,) to the positions from `begin` to n - 1. A tile is 32 consecutive
+// positions, of which each lane computes the score of one; tile 0 contains position `begin`. The
+// warp takes tiles first_tile, first_tile + tile_stride, and so on.
 // One pass over the positions suffices: the sums are scaled down whenever a larger score appears
 // (Milakov 2018, "Online normalizer calculation for softmax").
 template <typename CacheType, int SLICES>
@@ -79,8 +79,8 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
     for (int p = 32 * (begin / 32 + first_tile); p < n; p += 32 * tile_stride) {
         float score = -INFINITY;
         typename F::Pair pairs[VALUE_BATCH];
-        // Loads this lane's dimensions in slice i of the values at the VALUE_BATCH positions from
-        // p + j on. Positions from n on repeat the last; their weight is 0.
+        // Loads this lane's dimensions of slice i of the values at the VALUE_BATCH positions from
+        // p + j on. Positions from n on repeat position n - 1; their weight is 0.
         auto load_values = [&](int i, int j) {
             int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
 #pragma unroll
@@ -88,7 +88,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
                 pairs[b] =
                     *(const typename F::Pair *)(values + (size_t)min(p + j + b, n - 1) * width + d);
         };
-        load_values(0, 0); // requested before their weights are known
+        load_values(0, 0); // loads start before the weights are known
         if (p + lane >= begin && p + lane < n) {
             const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
             score = 0;
@@ -115,7 +115,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
 #pragma unroll
             for (int i = 0; i < SLICES; i++) {
                 if (64 * i >= width) break;
-                if (i || j) load_values(i, j); // those of (0, 0) were requested above
+                if (i || j) load_values(i, j); // (0, 0) is loaded above
 #pragma unroll
                 for (int b = 0; b < VALUE_BATCH; b++) {
                     float w = __shfl_sync(ALL_LANES, weight, j + b);
@@ -129,8 +129,8 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
     return s;
 }
 
-// Attends for many tokens of one head. Each warp computes one token, and the warps of a block read
-// mostly the same keys and values, so that caches serve most of their reads.
+// Computes attention for many tokens. Each warp computes one token of one head. The warps of a
+// block read mostly the same keys and values, so caches serve most of their reads.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, groups of WARPS tokens); block: WARPS warps.
 template <typename CacheType, int SLICES>
@@ -156,9 +156,9 @@ static __global__ void attention_many(LayerCache c, float *out, __half *half_cop
 // ----------------------------------------------------------------------------
 // Attention of one token, whose positions several blocks may share
 
-// Blocks share a head beyond this number of positions. By default that is a tile of 32 for each warp
-// of a block. A smaller number, such as -DSPLIT_POSITIONS=64, uses more blocks per head, whose
-// partial softmaxes then have to be merged: not yet measured on a GPU.
+// Number of positions beyond which several blocks share a head. By default, a tile of 32 for each
+// warp of a block. A smaller number, such as -DSPLIT_POSITIONS=64, uses more blocks per head, whose
+// partial softmaxes must then be merged; this has not been measured on a GPU yet.
 #ifndef SPLIT_POSITIONS
 #define SPLIT_POSITIONS (32 * WARPS)
 #endif
@@ -181,12 +181,12 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
 }
 
 // A block's part of the attention of head h to the positions from `begin` to n - 1. Their tiles are
-// dealt out to `splits` blocks; this is block `split`.
+// divided among `splits` blocks; this is block `split`.
 struct HeadSplit { int h, split, splits, begin, n; };
 
-// Returns the first tile of a warp. Its other tiles follow at a distance of splits * WARPS. By
-// default a block takes WARPS tiles in a row. If blocks share fewer tiles than that, tiles are dealt
-// out to the blocks in turn, because otherwise the first block would take them all.
+// Returns the first tile of a warp. Its other tiles follow at a stride of splits * WARPS. By
+// default a block takes WARPS consecutive tiles. With a smaller SPLIT_POSITIONS, the blocks take
+// tiles in turn, because otherwise the first block could take them all.
 static __device__ int first_tile(const HeadSplit &part, int warp) {
     bool in_turn = SPLIT_POSITIONS < 32 * WARPS;
     return in_turn ? warp * part.splits + part.split : part.split * WARPS + warp;
@@ -199,7 +199,7 @@ static __device__ bool has_last_position(const HeadSplit &part) {
     return (in_turn ? tile : tile / WARPS) % part.splits == part.split;
 }
 
-// Shared memory of attend_block: the query, and each warp's softmax. `key`: see complete_head.
+// Shared memory of attend_block: the query, and each warp's softmax. `key`: see complete_heads.
 typedef struct {
     float query[MAX_HEAD_DIM], max[WARPS], sum[WARPS], outs[WARPS * MAX_HEAD_DIM];
     float key[MAX_HEAD_DIM];
@@ -256,22 +256,22 @@ static __device__ float merge_partials(const float *partials, int h, int splits,
     return all.out / all.sum;
 }
 
-// Attends for the tokens that are the only ones of their run. The last block of a head and token to
-// finish merges the partial softmaxes.
+// Computes attention for tokens that are the only ones of their run. The last block to finish a
+// head of a token merges the partial softmaxes.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL; partials: see
-// partials_at, with T * n_heads heads; counters (T * n_heads,) zeros. The last two are unused if
-// there is one split. Grid: (n_heads, splits, T); block: WARPS warps.
+// partials_at, with T * n_heads heads; counters (T * n_heads,) zeros. Both are unused if there is
+// one split. Grid: (n_heads, splits, T); block: WARPS warps.
 template <typename CacheType, int SLICES>
 static __global__ void attention_one(LayerCache c, float *out, __half *half_copy, const float *q,
                                      float *partials, unsigned *counters) {
     __shared__ AttentionScratch scratch;
     int t = blockIdx.z, h = blockIdx.x, splits = gridDim.y, d = threadIdx.x;
     if (t >= c.input->T || !is_single(c.input->tokens[t])) return;
-    int n = c.input->tokens[t].pos + 1, row = t * c.n_heads + h; // of out and q
+    int n = c.input->tokens[t].pos + 1, row = t * c.n_heads + h; // row of out and q
     HeadSplit part = {h, (int)blockIdx.y, splits, first_position(c, n), n};
     load_query(c, q + (size_t)t * c.n_heads * c.head_dim, h, &scratch);
     HeadPartial mine = attend_block<CacheType, SLICES>(cache_of(c, t), part, &scratch);
-    part.h = row; // among the partials
+    part.h = row; // its index in `partials`
     if (splits > 1) {
         if (d < c.head_dim) store_partial(partials, part, d, mine);
         if (!is_last_block(&counters[row], splits)) return;
@@ -292,8 +292,8 @@ static __device__ void rotate_pair(float &a, float &b, float2 angle) {
     a = rotated;
 }
 
-// Returns where the cache holds element i of the k (or v) (n_kv_heads, head_dim) of the token at
-// position pos, as an index in c.keys (or c.values).
+// Returns the index in c.keys (or c.values) of element i of k (or v) (n_kv_heads, head_dim) at
+// position pos.
 static __device__ size_t cache_index(const LayerCache &c, int i, int pos) {
     return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }

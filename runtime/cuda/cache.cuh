@@ -4,15 +4,15 @@
 
 static void free_cache(Backend *b, Cache *cache) {
     Cuda *c = (Cuda *)b;
-    // Without the macro CUDA, which would not free the memory after a failure. cudaFree may be the
-    // first call that returns the failure of a kernel
+    // Does not use the macro CUDA, which would not free the memory after a failure. cudaFree may be
+    // the first call that returns the failure of a kernel.
     for (void *array : {cache->keys, cache->values})
         if (array) check(c, cudaFree(array), "cudaFree", __FILE__, __LINE__);
     free(cache);
 }
 
 // Returns whether enough memory is free for a cache and the code of kernels. A kernel whose code
-// does not fit fails for good.
+// does not fit fails permanently.
 static bool has_memory_for_cache(Cuda *c) {
     size_t free_bytes = 0, total = 0;
     CUDA(c, cudaMemGetInfo(&free_bytes, &total));
@@ -46,7 +46,7 @@ static bool reserve(Backend *, Cache *, int, int) { return true; }
 // Copies the first n positions of each head.
 static bool share(Backend *b, Cache *cache, const Cache *from, int n) {
     Cuda *c = (Cuda *)b;
-    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // of all layers
+    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // in all layers
     size_t pitch = c->keys_bytes / heads, bytes = pitch / c->layer_cache.positions * n;
     if (n == 0) return true;
     CUDA(c, cudaMemcpy2DAsync(cache->keys, pitch, from->keys, pitch, bytes, heads,
@@ -61,7 +61,7 @@ static void copy_positions(Cuda *c, const Cache *cache, int pos, int n, char *by
                            cudaMemcpyKind kind) {
     size_t size = c->float_cache ? sizeof(float) : sizeof(__half);
     size_t row = c->config.head_dim * size, pitch = c->layer_cache.width * size;
-    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // of all layers
+    size_t heads = (size_t)c->config.n_layers * c->config.n_kv_heads; // in all layers
     if (has_failed(c)) return;                                 // the cache may have no memory
     for (size_t i = 0; i < 2 * heads; i++, bytes += n * row) { // the keys, then the values
         char *array = (char *)(i < heads ? cache->keys : cache->values);

@@ -1,36 +1,37 @@
-// Barriers that carry their data: a variant of whole_token, -DCARRIED=1. It has not been measured on a
-// GPU, so that bench/gpu.py compares it with the default.
+// Barriers that carry their data: a variant of whole_token, compiled with -DCARRIED=1. It has not
+// been measured on a GPU yet; bench/gpu.py compares it with the default.
 //
-// At a barrier of the grid (whole_token.cuh), a block waits for its stores (a fence), counts itself
-// (an atomic), reads the counter until all blocks are counted, and only then reads the data. Here
-// each number of a vector is a word of 8 bytes together with its epoch, the number of the vector
-// since the words were last zeroed. One store writes a word and one load reads it. A reader loads a
-// word until it holds the epoch that the reader expects; then it has the number as well. (NCCL's LL
-// protocol sends data between GPUs in this way.) A word orders no other memory.
+// At a grid barrier (whole_token.cuh), a block waits for its stores (a fence), counts itself (an
+// atomic), reads the counter until all blocks are counted, and only then reads the data. Here each
+// element of a vector is stored in an 8-byte word together with its epoch: the index of the vector,
+// counted since the words were last zeroed. One store writes a word and one load reads it. A reader
+// loads a word until it holds the expected epoch; the number in it is then valid. (NCCL's LL
+// protocol sends data between GPUs in this way.) A word does not order other memory accesses.
 //
-// A layer computes five vectors: queries, keys and values; attention's result; x; h; and x again. Each
-// has one array of words, which every layer overwrites. A reader of a word never finds a later epoch
-// there, so it cannot miss the one that it waits for:
+// A layer computes five vectors: (1) queries, keys and values, (2) attention's result, (3) x,
+// (4) h, (5) x again. Each has one array of words, which every layer overwrites. A reader of a word
+// never finds a later epoch there, so it cannot miss the one that it waits for:
 //
-// - A block that receives a vector computes a part of the next vector from it. A block that has no
-//   part of the next vector receives nothing. So when a vector is complete, the one before it has
-//   been received by all blocks that ever need it, except for x, which its owner adds to later.
-// - Parts of products are computed from all of the vector before. Heads of attention are computed
-//   from their own queries, keys and values, and a part of the next product from all heads. So a
+// - A block that receives a vector computes a part of the next vector from it. A block without a
+//   part of the next vector receives nothing. So when a vector is complete, all blocks that need
+//   the previous vector have received it, except for x, to which its owner adds later.
+// - Parts of products are computed from all of the previous vector. Heads of attention are computed
+//   from their own queries, keys and values, and parts of the next product from all heads. So a
 //   part of vector v + 3 or a later one exists only when vector v + 1 is complete. Vector v + 5
 //   overwrites v.
 // - x is vector 5 l + 3 and 5 l + 5 of the layers, in one array. Vector 5 l + 3 overwrites 5 l: see
 //   above. Vector 5 l + 5 overwrites 5 l + 3: a part of it is a product with all of h, vector
-//   5 l + 4, and a part of h a product with all of 5 l + 3. So all blocks have received 5 l + 3 by
-//   then, except as what is added, which the thread that overwrites the word received before.
-// - In the last layer's x, a block whose share of the logits is empty receives nothing. The barrier
-//   after the logits is counted, and the next token is another launch of the kernel.
+//   5 l + 4, and a part of h is a product with all of 5 l + 3. So by then all blocks have received
+//   5 l + 3 to multiply it. To add to it, only the thread that overwrites a word receives that
+//   word, and it does so first.
+// - A block without a share of the logits does not receive the last layer's x. The barrier after
+//   the logits is a counting one, and the next token is another launch of the kernel.
 //
-// "Computed from" is what orders these steps, without fences: a value is not computed before the
-// loads that it depends on have returned (PTX, memory consistency model: no values out of thin air).
-// Of two stores to a word, the later one depends on a load that has returned the earlier one. PTX
-// does not promise without fences that they reach memory in this order. It rests on the L2 cache,
-// where the stores and loads of all multiprocessors to an address meet.
+// Data dependence orders these steps without fences: a value is not computed before the loads that
+// it depends on have returned (PTX, memory consistency model: no values out of thin air). Of two
+// stores to a word, the later one depends on a load that has returned the earlier one. Without
+// fences, PTX does not guarantee that they reach memory in this order. The code relies on the L2
+// cache, which handles the stores and loads of all multiprocessors to an address.
 #pragma once
 #include "attention.cuh"
 
@@ -39,8 +40,9 @@
 #endif
 
 // The largest epoch. Before a token would exceed it, the host zeroes the words and counts from 0
-// again. So no word holds an epoch from before the wrap-around, even a word that few tokens write:
-// partial softmaxes. 2^32 epochs are 39 million tokens of 22 layers. Tests set a small number.
+// again. So no word keeps an epoch from before the wrap-around, not even the words of partial
+// softmaxes, which few tokens write. 2^32 epochs are 39 million tokens of 22 layers. Tests set a
+// small number.
 #ifndef LAST_EPOCH
 #define LAST_EPOCH 0xffffffffu
 #endif
@@ -68,7 +70,7 @@ static __device__ void send(uint64_t *to, float number, unsigned epoch) {
 #endif
 }
 
-// Sends two words that follow each other, at an even index.
+// Sends two consecutive words, at an even index.
 static __device__ void send_pair(uint64_t *to, float a, float b, unsigned epoch) {
 #ifdef __CUDA_ARCH__
     asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(word_of(a, epoch)),
@@ -78,7 +80,7 @@ static __device__ void send_pair(uint64_t *to, float a, float b, unsigned epoch)
 #endif
 }
 
-// Loads two words that follow each other, at an even index. Each is loaded at once, but not both.
+// Loads two consecutive words, at an even index. Each word is loaded atomically, but not the pair.
 static __device__ void load_pair(const uint64_t *from, uint64_t words[2]) {
 #ifdef __CUDA_ARCH__
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -89,7 +91,7 @@ static __device__ void load_pair(const uint64_t *from, uint64_t words[2]) {
 #endif
 }
 
-// Waits until PAIRS pairs of words hold `epoch`, and writes their numbers to `numbers` (2 * PAIRS,).
+// Waits until PAIRS pairs of words hold `epoch`, then writes their 2 * PAIRS numbers to `numbers`.
 // pair(i) returns the address of pair i. All loads are in flight together.
 template <int PAIRS, typename F>
 static __device__ void receive_pairs(F pair, unsigned epoch, float *numbers) {
@@ -102,14 +104,14 @@ static __device__ void receive_pairs(F pair, unsigned epoch, float *numbers) {
         for (int i = 0; i < 2 * PAIRS; i++) complete = complete && words[i] >> 32 == epoch;
         if (complete) break;
 #ifndef __CUDA_ARCH__
-        __nanosleep(20); // other threads' turn
+        __nanosleep(20); // lets other threads run
 #endif
     }
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++) numbers[i] = __uint_as_float((uint32_t)words[i]);
 }
 
-// Receives 2 * PAIRS words that follow each other.
+// Receives 2 * PAIRS consecutive words.
 template <int PAIRS>
 static __device__ void receive(const uint64_t *from, unsigned epoch, float *numbers) {
     receive_pairs<PAIRS>([&](int i) { return from + 2 * i; }, epoch, numbers);
@@ -120,7 +122,7 @@ static __device__ uint64_t *partial_words(uint64_t *attended, const HeadSplit &p
     return attended + (size_t)(part.h * part.splits + part.split) * (2 + head_dim);
 }
 
-// Sends dimension d of what a block attended to: of the result, or of a partial softmax.
+// Sends dimension d of a block's attention: of the result, or of its partial softmax.
 static __device__ void send_attended(uint64_t *attended, const HeadSplit &part, int head_dim, int d,
                                      const HeadPartial &partial, unsigned epoch) {
     if (part.splits == 1)
@@ -131,14 +133,14 @@ static __device__ void send_attended(uint64_t *attended, const HeadSplit &part, 
 }
 
 // Receives elements i to i + 7 of attention's result, x (8,), where `splits` blocks share a head:
-// merges their partial softmaxes. A pair of elements is of one head, as head_dim is even.
+// merges their partial softmaxes. A pair of elements belongs to one head, because head_dim is even.
 static __device__ void receive_merged(uint64_t *attended, int head_dim, int splits, int i,
                                       unsigned epoch, float *x) {
     float max[4], sum[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) max[k] = -INFINITY, sum[k] = x[2 * k] = x[2 * k + 1] = 0;
     for (int split = 0; split < splits; split++) {
-        float parts[16]; // of each pair: its head's largest score and sum, and the two elements
+        float parts[16]; // for each pair: its head's largest score and sum, and the two elements
         auto pair = [&](int k) -> const uint64_t * {
             int element = i + k / 2 * 2;
             HeadSplit part = {element / head_dim, split, splits, 0, 0};

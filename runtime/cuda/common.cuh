@@ -1,4 +1,4 @@
-// What all kernels share: limits, reductions within a warp, the last block to finish, prefetches.
+// Shared by all kernels: limits, warp reductions, detection of the last block, prefetches.
 //
 // Shapes in comments: T is the number of tokens of a call; (rows, cols) is row-major.
 #pragma once
@@ -32,23 +32,23 @@ enum {
     float *name = (float *)name##_
 #endif
 
-// A token of a batch: its number, its position, the tokens first..end-1 of the batch, which are its
-// run, and the KV cache of its sequence (all layers).
+// A token of a batch: its ID, its position, its run (tokens first..end-1 of the batch), and the KV
+// cache of its sequence (all layers).
 typedef struct {
     int token, pos, first, end;
     void *keys, *values;
 } InputToken;
 
-// What a batch has that differs from pass to pass. Kernels read it from device memory, so that a
-// recorded graph can be replayed with other values. A kernel's grid may have room for more than T
-// tokens; it computes nothing of use for the others.
+// The inputs of a batch, which differ from pass to pass. Kernels read them from device memory, so
+// that a recorded graph can be replayed with other values. A kernel's grid may cover more than T
+// tokens; results beyond T are meaningless.
 typedef struct {
     int T;
     InputToken tokens[CHUNK]; // (T,)
-    int rows[CHUNK];          // (n,) of gather
+    int rows[CHUNK];          // (n,) rows that gather selects
 } Input;
 
-// Whether the run of the token has no other. Attention of such tokens has a kernel of its own.
+// Returns whether the token is the only one of its run. Attention has a kernel for such tokens.
 static __device__ bool is_single(const InputToken &t) { return t.end - t.first == 1; }
 
 static __device__ float warp_sum(float x) {
@@ -77,7 +77,7 @@ static __device__ bool is_last_block(unsigned *counter, unsigned n) {
     return last;
 }
 
-// Asks for the 128-byte line at `line` to be loaded into the L2 cache.
+// Prefetches the 128-byte line at `line` to the L2 cache.
 static __device__ void prefetch_line(const void *line) {
 #ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));

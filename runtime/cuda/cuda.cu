@@ -1,13 +1,13 @@
-// The Backend of NVIDIA GPUs. This file opens and closes it. It is the only one that the compiler
-// is called for; it includes the others:
+// The Backend of NVIDIA GPUs. This file opens and closes it. Only this file is compiled; it
+// includes the others:
 //
-//   common.cuh, formats.cuh      limits, reductions within a warp; how weights become numbers
+//   common.cuh, formats.cuh      limits, warp reductions; weight formats
 //   products.cuh                 kernels: matrix products of one token, and of float32 matrices
 //   tensor_products.cuh          kernels: matrix products of many tokens on the tensor cores
 //   attention.cuh, flash.cuh     kernels: attention and the KV cache; the same on the tensor cores
-//   small_ops.cuh, sampling.cuh  kernels: embedding, RMSNorm, SwiGLU; the next token
+//   small_ops.cuh, sampling.cuh  kernels: embedding, RMSNorm, SwiGLU; sampling
 //   whole_token.cuh              kernel: one token through the whole model
-//   carried.cuh                  its barriers that carry their data (-DCARRIED=1)
+//   carried.cuh                  its variant whose barriers carry their data (-DCARRIED=1)
 //   session.cuh                  struct Cuda (the host's state), errors, memory, launches
 //   cache.cuh                    KV caches of sequences
 //   launch_products.cuh, ops.cuh the ops of Backend as sequences of kernels
@@ -27,7 +27,7 @@ static float *cuda_alloc(Backend *b, size_t n) {
     if (n >= SIZE_MAX / sizeof(float)) return NULL;
     try {
         return (float *)allocate((Cuda *)b, n * sizeof(float));
-    } catch (const std::bad_alloc &) { // would end the caller's program, which may be in C
+    } catch (const std::bad_alloc &) { // it would end the caller's program, which may be in C
         return NULL;
     }
 }
@@ -104,9 +104,9 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     size_t dim = config->dim, hidden_dim = config->hidden_dim;
     size_t q_dim = config->q_dim, kv_dim = config->kv_dim, vocab_size = config->vocab_size;
     size_t half_x = CHUNK * std::max(std::max(dim, hidden_dim), q_dim);
-    // attention_one has a counter for each head of a token if blocks share it, which are up to
-    // `splits` tokens; matmul_tensor has one for each block. The latter has at most one block per
-    // multiprocessor, so half of 2 * multiprocessors would suffice for it.
+    // attention_one needs a counter for each head of a token while blocks share heads, which is for
+    // up to `splits` tokens; matmul_tensor needs one for each block. It has at most one block per
+    // multiprocessor, so half of 2 * multiprocessors would suffice.
     size_t n_counters = std::max(config->n_heads * c->splits, 2 * c->multiprocessors);
     c->keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
                     * config->n_kv_heads * positions * c->layer_cache.width;
@@ -164,7 +164,7 @@ static const char *check_model(Model *model, llamac_error *e) {
     return NULL;
 }
 
-// Returns the shape of a layer of every cache.
+// Returns the shape of a layer's cache, which is the same for all layers and sequences.
 static LayerCache plan_layer_cache(const Config *config, int positions) {
     LayerCache cache = {};
     cache.positions = positions;
@@ -205,8 +205,8 @@ static const char *open_engine(Cuda *c, Model *model, const Opening *o, llamac_e
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->layer_cache = plan_layer_cache(&model->config, o->positions);
     // Attention of one token divides a head's positions into up to 16 splits, one per block. Each
-    // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096;
-    // or up to SPLIT_POSITIONS, if those are fewer.
+    // has up to 256 positions (32 for each of a block's 8 warps), or up to SPLIT_POSITIONS if that
+    // is smaller, and more only in contexts that exceed 16 such splits.
     int seen = model->config.window ? std::min(model->config.window, o->positions) : o->positions;
     int per_split = std::min(256, SPLIT_POSITIONS);
     c->splits = std::min((seen + per_split - 1) / per_split, 16);
@@ -222,7 +222,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, const Opening *o, 
     static const char no_memory[] = "the host's memory is too small";
     const char *wrong = check_model(model, e);
     if (wrong) return wrong;
-    Cuda *c = new (std::nothrow) Cuda(); // zeros
+    Cuda *c = new (std::nothrow) Cuda(); // zero-initialized
     if (!c) return no_memory;
     try {
         wrong = open_engine(c, model, o, e);

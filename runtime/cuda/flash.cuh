@@ -4,15 +4,15 @@
 #include "attention.cuh"
 #include "tensor_products.cuh"
 
-// Where a warp stores its 16 queries' results: tokens t to t + 15 of head h, as far as they are less
-// than T.
+// Where a warp stores the results of its 16 queries: tokens t to t + 15 of head h. Tokens from T on
+// are not stored.
 struct FlashOutput {
     float *out;        // (T, n_heads, head_dim)
     __half *half_copy; // the same in half precision, or NULL
     int h, t, T;
 };
 
-// Each warp has 16 queries of one head. All warps of a block share tiles of KEYS positions.
+// Each warp computes 16 queries of one head. All warps of a block share tiles of KEYS positions.
 // D: head_dim rounded up to 64, 128 or 256.
 template <int D> struct Flash {
     enum {
@@ -21,15 +21,15 @@ template <int D> struct Flash {
         KEYS = 4096 / D,        // positions of a tile: 64, 32 or 16
         LANE_SCORES = KEYS / 2, // scores of a lane: two lanes share a row
     };
-    // Elements from the start of one row to that of the next in shared memory. The last 8 (for
-    // scores, 4) are unused, against bank conflicts.
+    // Elements between the starts of consecutive rows in shared memory. The last 8 of a row (4 for
+    // scores) are unused and prevent bank conflicts.
     enum { QKV_PITCH = D + 8, SCORE_PITCH = KEYS + 4 };
     typedef nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, __half,
                                    nvcuda::wmma::row_major>
         Rows;
 
-    // Starts the copy of KEYS keys, or values, to `to` (KEYS, QKV_PITCH). They are those of `from`
-    // (positions, width) that begin at position `first`. Positions from `end` on become zero.
+    // Starts the copy of KEYS keys or values of `from` (positions, width), beginning at position
+    // `first`, to `to` (KEYS, QKV_PITCH). Positions from `end` on become zero.
     static __device__ void copy_async(__half *to, const __half *from, int width, int first,
                                       int end) {
 #pragma unroll
@@ -78,11 +78,10 @@ template <int D> struct Flash {
         __syncwarp();
     }
 
-    // Replaces the scores of positions from..n-1 by weights 2^(scale * score - max); the other
-    // weights are 0, and from and n may be outside the tile. Weights are in half precision and
-    // overwrite the first half of their row of scores. Updates the max of this lane's row and the
-    // lane's part of the row's sum of weights. Returns the factor that earlier sums must be
-    // multiplied by.
+    // Replaces the scores of positions from..n-1 by weights 2^(scale * score - max), and all others
+    // by 0; from and n may be outside the tile. Weights are in half precision and overwrite the
+    // first half of their row of scores. Updates the max of this lane's row and the lane's part of
+    // the row's sum of weights. Returns the factor that earlier sums must be multiplied by.
     // Lanes 2 r and 2 r + 1 share row r: of each 4 scores, the first lane holds the first two.
     static __device__ float softmax_step(float *scores, float scale, int from, int n, float &max,
                                          float &sum) {
@@ -98,7 +97,7 @@ template <int D> struct Flash {
             new_max = fmaxf(new_max, fmaxf(pairs[i].x, pairs[i].y));
         }
         new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 1));
-        float base = new_max == -INFINITY ? 0 : new_max; // a row that has seen no position yet
+        float base = new_max == -INFINITY ? 0 : new_max; // 0: no position seen yet
         float rescale = exp2f(max - base);
         max = new_max, sum *= rescale;
         __syncwarp(); // both lanes have read the row
@@ -106,7 +105,7 @@ template <int D> struct Flash {
         for (int i = 0; i < LANE_SCORES / 2; i++) {
             __half2 weights = __floats2half2_rn(exp2f(pairs[i].x - base), exp2f(pairs[i].y - base));
             float2 rounded = __half22float2(weights);
-            sum += rounded.x + rounded.y; // of the rounded weights, which multiply the values
+            sum += rounded.x + rounded.y; // sums the same rounded weights that multiply values
             *(__half2 *)((__half *)(scores + row * SCORE_PITCH) + begin + 4 * i) = weights;
         }
         return rescale;
@@ -117,8 +116,8 @@ template <int D> struct Flash {
     static __device__ void add_values(Sums sums[D / 16], const float *scores, const float *rescale,
                                       const __half *vs) {
         using namespace nvcuda::wmma;
-        // Each row's factor in all columns: with a pitch of 0, every column is read from the same
-        // 16 floats.
+        // Copies each row's factor to all columns: with a pitch of 0, every column is read from the
+        // same 16 floats.
         Sums factors;
         load_matrix_sync(factors, rescale, 0, mem_col_major);
 #pragma unroll
@@ -163,8 +162,8 @@ template <int D> struct Flash {
     }
 };
 
-// Attends for tokens whose run has others. A block has QUERIES tokens of the batch; it takes the runs
-// that they are from one after another, and its warps share the queries of a run.
+// Computes attention for tokens of runs of two or more tokens. A block handles QUERIES tokens of
+// the batch, one run after another; its warps share the queries of a run.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, tiles of queries), in reverse order, since the last tiles see the most positions;
 // block: Flash<D>::N_WARPS warps.
@@ -182,11 +181,11 @@ static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
     float *scores = all_scores[warp], *rescales = all_rescales[warp];
     // Weights are powers of 2, so scores are multiplied by 1 / ln(2) = 1.4427.
     float scale = 1.442695041f / sqrtf(c.head_dim);
-    for (int t0 = block_begin, T; t0 < block_end; t0 = T) { // tokens t0..T-1 are of one run
+    for (int t0 = block_begin, T; t0 < block_end; t0 = T) { // tokens t0..T-1 are in one run
         const InputToken &token = c.input->tokens[t0];
         T = min(token.end, block_end);
         if (is_single(token)) continue;
-        int pos = token.pos, t = t0 + 16 * warp; // the position of t0; the warp's first token
+        int pos = token.pos, t = t0 + 16 * warp; // position of t0; the warp's first token
         int end = pos + T - t0, begin = first_position(c, pos + 1);
         HeadCache<__half> head(cache_of(c, t0), h);
         float max = -INFINITY, sum = 0;
@@ -197,11 +196,11 @@ static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
             F::copy_async(ks, head.keys, c.width, first, end);
             F::copy_async(vs, head.values, c.width, first, end);
             if (first == begin) F::load_queries(qs, q, c, h, t0, T); // while the copies run
-            __pipeline_wait_prior(1); // for the keys; the values may still be on their way
+            __pipeline_wait_prior(1); // waits for the keys; the values may still be in flight
             __syncthreads();          // keys and queries are visible
             if (t < T) {
                 F::score(scores, qs + 16 * warp * F::QKV_PITCH, ks);
-                int n = pos + t - t0 + lane / 2 + 1; // the row sees positions below n
+                int n = pos + t - t0 + lane / 2 + 1; // the row attends to positions below n
                 float rescale = F::softmax_step(scores, scale, first_position(c, n) - first,
                                                 n - first, max, sum);
                 if (lane % 2 == 0) rescales[lane / 2] = rescale;

@@ -8,8 +8,8 @@
 #pragma once
 #include "common.cuh"
 
-// Returns the bytes of m.scales for 256 elements of a quantized row; INT8_GROUPS has none of these.
-// Types with blocks of 32 have an eighth of it for each block.
+// Returns the bytes of m.scales for 256 elements of a row; 0 for types that are not quantized in
+// blocks, including INT8_GROUPS. For types with blocks of 32, a block has an eighth of these bytes.
 static constexpr __host__ __device__ int scale_bytes(Type type) {
     switch (type) {
     case Q8_0:
@@ -18,7 +18,7 @@ static constexpr __host__ __device__ int scale_bytes(Type type) {
     case Q5_0:                           // scale, unused half, fifth bits
     case Q5_1: return 8 * 8;             // scale, minimum, fifth bits
     case Q4_K: return 4 + 8 * 2;         // d and e; a scale and a minimum for each 32 elements
-    case Q5_K: return 4 + 8 * 2 + 8 * 4; // and fifth bits for each 32
+    case Q5_K: return 4 + 8 * 2 + 8 * 4; // also fifth bits for each 32
     case Q6_K: return 4 + 16 + 8 * 8;    // d, unused half; 16 scales; upper two bits for each 32
     default: return 0;
     }
@@ -78,8 +78,8 @@ template <> struct Format<BF16> : Unscaled {
 };
 
 // Converts the four bytes of `word` to floats and subtracts `zero`. The lowest bit of the float
-// 2^23 (0x4b000000) counts ones, so byte i of `word` in its lowest 8 bits makes it 2^23 + byte,
-// which is cheaper than converting an integer.
+// 2^23 (0x4b000000) has the value 1, so putting a byte in its lowest 8 bits makes it 2^23 + byte.
+// This is cheaper than converting an integer.
 static __device__ void bytes_to_floats(uint32_t word, float zero, float *out) {
     for (int i = 0; i < 4; i++) {
         float shifted = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i));
@@ -121,10 +121,10 @@ template <> struct Format<Q4_0> : ScaledBlocks {
 };
 
 // The types with more than a scale. Each block is described by a struct Block:
-//   Scale            what m.scales has of the 32 elements of a unit
+//   Scale            the data in m.scales for the 32 elements of a unit
 //   load(p, sub)     loads it, for unit `sub` of the block whose bytes in m.scales begin at p
-//   upper(s, i)      returns the upper bits of elements 4 i to 4 i + 3 of the unit, from bit 4 on of
-//                    each byte
+//   upper(s, i)      returns the upper bits of elements 4 i to 4 i + 3 of the unit, one element per
+//                    byte, from bit 4 of the byte on
 //   value(s, j, q)   returns element j of the unit, which is stored as q
 template <Type type> struct Block;
 
@@ -200,9 +200,9 @@ template <> struct Block<Q5_K> {
 template <> struct Block<Q6_K> {
     struct Scale {
         __half d;
-        uint16_t scales;    // two signed bytes: of elements 0 to 15 in the lower byte, of 16 to 31
+        uint16_t scales;    // two signed bytes: lower for elements 0 to 15, upper for 16 to 31
         uint32_t lower_two; // upper two bits of elements 0 to 15: byte k has those of k, k + 4, ...
-        uint32_t upper_two; // of elements 16 to 31
+        uint32_t upper_two; // the same for elements 16 to 31
     };
     static __device__ Scale load(const uint8_t *p, int sub) {
         const uint32_t *words = (const uint32_t *)p + 5 + 2 * sub;

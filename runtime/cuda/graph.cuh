@@ -1,12 +1,12 @@
-// The Backend's begin and end. The ops of a pass are launched one by one the first time that there
-// is a pass of its shape, recorded as a CUDA graph the second time, and replayed from the graph after
-// that, which spares the launches. A recording serves all sequences, and all numbers of tokens that
-// padded_rows makes equal. One token is computed by whole_token instead, if that can run.
+// The Backend's begin and end. The ops are launched one by one in the first pass of a shape,
+// recorded as a CUDA graph in the second, and replayed from the graph in later ones, which saves
+// the launches. A recording serves all sequences, and all numbers of tokens that padded_rows rounds
+// to the same number. One token is computed by whole_token instead, if that can run.
 #pragma once
 #include "cache.cuh"
 #include "launch_token.cuh"
 
-// Forgets a recording. Does nothing if it is unused.
+// Frees a recording and marks it as unused.
 static void drop_recording(Recording *r) {
     if (r->exec) (void)cudaGraphExecDestroy(r->exec);
     *r = {};
@@ -19,23 +19,23 @@ static bool is_same(const PassShape &a, const PassShape &b) {
            && a.attenders.others == b.attenders.others;
 }
 
-// Returns the recording of a shape. If there is none, makes an unused recording, or the one that
-// was used least recently, one of this shape and returns NULL: the first pass runs op by op, because
-// it loads the kernels, which is not possible during a recording.
+// Returns the recording of a shape. If there is none, reserves an unused recording, or the least
+// recently used one, for this shape and returns NULL: the first pass runs op by op, because it
+// loads the kernels, which is not possible during a recording.
 static Recording *find_recording(Cuda *c, const PassShape &shape) {
     Recording *oldest = c->recordings;
     c->n_passes++;
     for (Recording &r : c->recordings) {
         if (is_same(r.shape, shape)) return r.last_pass = c->n_passes, &r;
-        if (r.last_pass < oldest->last_pass) oldest = &r; // 0 if it is unused
+        if (r.last_pass < oldest->last_pass) oldest = &r; // last_pass is 0 if unused
     }
     drop_recording(oldest);
     *oldest = {shape, NULL, c->n_passes};
     return NULL;
 }
 
-// Writes what the kernels read of a batch to c->input_host. The padding of the wanted rows repeats
-// the last.
+// Writes the kernels' inputs of a batch to c->input_host. The wanted rows are padded by repeating
+// the last one.
 static void fill_input(Cuda *c, const Batch *batch) {
     int n = batch->n_wanted;
     fill_tokens(c, batch);
@@ -50,7 +50,7 @@ static bool begin(Backend *b, const Batch *batch) {
     int T = batch->T, n_wanted = batch->n_wanted;
     c->in_pass = true, c->batch = *batch, c->recording = NULL;
     if (has_failed(c)) return false;
-    // whole_token would replace the logits of an earlier pass, so it is not used if none are wanted
+    // whole_token overwrites the logits of an earlier pass, so it is used only if logits are wanted
     if (T == 1 && n_wanted == 1 && !batch->hidden_states && has_whole_token(c)) {
         CUDA(c, try_launch_token(c, run->cache, batch->tokens[0], run->pos));
         return false;
@@ -71,7 +71,7 @@ static bool begin(Backend *b, const Batch *batch) {
     return true;
 }
 
-// Ends the recording of a pass. After a failure, too, the stream must leave the recording.
+// Ends the recording of a pass. The stream must stop recording even after a failure.
 static void finish_recording(Cuda *c, Recording *r) {
     cudaGraph_t graph = NULL;
     cudaError_t e = cudaStreamEndCapture(c->stream, &graph);

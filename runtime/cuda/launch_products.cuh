@@ -1,4 +1,4 @@
-// Which kernel computes a matrix product, and with which grid.
+// Chooses the kernel and the grid of each matrix product.
 #pragma once
 #include <algorithm>
 #include "session.cuh"
@@ -58,7 +58,7 @@ static bool launch_matvec(Cuda *c, const Products &products, const float *x) {
     const Mat &w = products.list[0].w;
     MatvecKernel *kernel = matvec_kernel(w.type);
     size_t shared = sizeof(float) * padded(w.cols);
-    int resident = 0; // blocks on a multiprocessor
+    int resident = 0; // blocks that fit on a multiprocessor
     if (shared > c->max_shared) return false;
     if (shared > DEFAULT_SHARED) raise_shared_limit(c, (const void *)kernel);
     CUDA(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, (const void *)kernel,
@@ -122,17 +122,17 @@ static int count_tiles(const Products &products, const TileShape &shape, int T, 
     return row_tiles * ceil_div(T, shape.tokens);
 }
 
-// Launches a block for each multiprocessor, or fewer so that each has at least MIN_BLOCK_STEPS
-// steps. Takes the largest tiles that fit in shared memory and are shared by few blocks: the last
+// Launches one block per multiprocessor, or fewer if each would get less than MIN_BLOCK_STEPS
+// steps. Uses the largest tiles that fit in shared memory and are shared by few blocks: the last
 // block of a tile adds up the partial sums of all, which takes time. Returns false if no tile fits.
 // x (T, cols); gated: the first product's out becomes SwiGLU of both.
 static bool launch_tensor(Cuda *c, const Products &products, const float *x, int T, bool gated) {
     int cols = products.list[0].w.cols, stages = MAX_STAGES;
     Type type = products.list[0].w.type;
-    size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // minus is_last_block's variable
+    size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // room for is_last_block's flag
     const TileShape *shape = TILE_SHAPES, *smallest = std::end(TILE_SHAPES) - 1;
     auto is_too_large = [&](const TileShape &s) {
-        bool is_half_empty = T <= s.tokens - 128; // at least 128 tokens beyond T
+        bool is_half_empty = T <= s.tokens - 128; // at least 128 unused tokens
         return is_half_empty || tile_bytes(s, type, 2) > max_shared
                || count_tiles(products, s, T, gated) * MAX_SHARERS < c->multiprocessors;
     };

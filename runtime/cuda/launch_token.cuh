@@ -36,8 +36,8 @@ static size_t count_token_words(const Cuda *c) {
     return config->dim + config->hidden_dim + config->q_dim + 2 * config->kv_dim + attended;
 }
 
-// With CARRIED: makes room for the epochs of a token before LAST_EPOCH. Zeroes the words otherwise:
-// epochs start again.
+// With CARRIED: if the next token's epochs would exceed LAST_EPOCH, zeroes the words and restarts
+// the epochs at 0.
 static cudaError_t prepare_epochs(Cuda *c) {
     unsigned needed = LAYER_VECTORS * c->token.n_layers;
     if (LAST_EPOCH >= needed && c->token.epoch <= LAST_EPOCH - needed) return cudaSuccess;
@@ -65,7 +65,7 @@ static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
 // ----------------------------------------------------------------------------
 // The plan
 
-// Returns the matrix of layer l that m is of the first layer.
+// Returns the matrix of layer l that corresponds to m, a matrix of the first layer.
 static const Mat *matrix_of_layer(const Layer *first, const Mat *m, size_t l) {
     size_t member = (const char *)m - (const char *)first; // offset in Layer
     return (const Mat *)((const char *)(first + l) + member);
@@ -85,8 +85,8 @@ static bool is_at_stride(const Layer *first, size_t l, LayerStride stride) {
     return true;
 }
 
-// Sets *stride to the distance from the biases and norms of heads of a layer to those of the next.
-// Returns whether all layers have the same ones, at that distance.
+// Sets *stride to the bytes from the biases and norms of a layer's heads to those of the next
+// layer. Returns whether all layers have the same biases and norms, at that stride.
 static bool has_uniform_heads(const Weights *w, int n_layers, size_t *stride) {
     const Layer *first = w->layers;
     bool found = false;
@@ -104,7 +104,7 @@ static bool has_uniform_heads(const Weights *w, int n_layers, size_t *stride) {
 }
 
 // Returns whether has_units accepts all matrices of the layers, they are of one type, and their
-// layout is the same in all layers. Sets *stride to the distance from one layer to the next.
+// layout is the same in all layers. Sets *stride to the bytes from one layer to the next.
 static bool has_uniform_layers(const Weights *w, int n_layers, LayerStride *stride) {
     const Layer *first = w->layers, *next = first + (n_layers > 1); // 1 layer: strides of 0
     const Mat *all[] = {&first->wq, &first->wk, &first->wv, &first->wo,
@@ -119,8 +119,8 @@ static bool has_uniform_layers(const Weights *w, int n_layers, LayerStride *stri
     return true;
 }
 
-// Appends the rows of b to *a, without a copy. Returns false if b does not follow a in memory: *a
-// cannot be used then.
+// Appends the rows of b to *a, without a copy. Returns false if b does not follow a in memory; *a
+// is then unusable.
 static bool join_rows(Mat *a, const Mat &b) {
     MatBytes bytes = bytes_of(a);
     bool data_follows = (const char *)b.data == (const char *)a->data + bytes.values;
@@ -171,8 +171,8 @@ static bool plan_products(const Cuda *c, const Weights *w, TokenPlan *t) {
     return true;
 }
 
-// Plans how a block uses its shared memory: slots take what the arrays leave. Returns whether there
-// is room for at least two slots for each warp: one is multiplied while the other is copied.
+// Plans how a block uses its shared memory: slots take the space that the arrays leave. Returns
+// whether each warp has room for at least two slots: one is multiplied while the other is copied.
 static bool plan_shared(const Cuda *c, TokenPlan *t) {
     t->x_floats = sizeof(AttentionScratch) / sizeof(float);
     for (const TokenProduct &p : t->products) {
@@ -188,13 +188,13 @@ static bool plan_shared(const Cuda *c, TokenPlan *t) {
     return true;
 }
 
-// Returns how many floats the vectors of a token have together.
+// Returns the total number of floats in the vectors of a token.
 static size_t count_token_floats(const Config *config) {
     return config->dim + 2 * (size_t)config->q_dim + config->hidden_dim + config->kv_dim;
 }
 
 // Prepares whole_token. Leaves c->token.slots at 0 if the model, the GPU or the driver does not
-// allow it. cache: an empty one, for a trial.
+// allow it. cache: an empty cache, for a trial run.
 static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
     const Config *config = &c->config;
     TokenPlan t = {};
@@ -223,7 +223,7 @@ static void open_token(Cuda *c, const Weights *w, const Cache *cache) {
         if (!t.words.x) return;
         t.words.h = t.words.x + config->dim, t.words.qkv = t.words.h + config->hidden_dim;
         t.words.attended = t.words.qkv + config->q_dim + 2 * config->kv_dim;
-        CUDA(c, cudaMemsetAsync(t.words.x, 0, bytes, c->stream)); // epoch 0 is expected nowhere
+        CUDA(c, cudaMemsetAsync(t.words.x, 0, bytes, c->stream)); // no reader expects epoch 0
     }
     if (has_failed(c)) return;
     c->token = t;

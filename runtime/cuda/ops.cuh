@@ -1,4 +1,4 @@
-// The ops of Backend, each as a sequence of kernels. backend.h says what each computes.
+// The ops of Backend, each as a sequence of kernels. backend.h describes them.
 #pragma once
 #include "flash.cuh"
 #include "launch_products.cuh"
@@ -9,7 +9,7 @@
 
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;
-    if (!c->in_pass) { // begin has sent those of a pass
+    if (!c->in_pass) { // in a pass, begin has sent them
         for (int t = 0; t < T; t++) c->input_host->tokens[t].token = tokens[t];
         c->input_host->T = T;
         send_tokens(c, T);
@@ -50,7 +50,7 @@ static Attenders find_attenders(const Batch *batch) {
 
 // In the functions launch_*, out and q are (T, n_heads, head_dim); half_copy: see half_copy_for.
 
-// Tokens of any runs, float32 cache.
+// Attention of tokens of any runs, with a float32 cache.
 static void launch_plain(Cuda *c, const LayerCache &cache, float *out, const float *q, int T) {
     auto kernel = cache.width <= 64    ? attention_many<float, 1>
                   : cache.width <= 128 ? attention_many<float, 2>
@@ -59,7 +59,7 @@ static void launch_plain(Cuda *c, const LayerCache &cache, float *out, const flo
     launch(c, kernel, grid, 32 * WARPS, 0, cache, out, NULL, q);
 }
 
-// Tokens whose run has others, half precision cache.
+// Attention of tokens of runs of two or more, with a half precision cache.
 template <int D>
 static void launch_flash(Cuda *c, const LayerCache &cache, float *out, __half *half_copy,
                          const float *q, int T) {
@@ -67,8 +67,8 @@ static void launch_flash(Cuda *c, const LayerCache &cache, float *out, __half *h
     launch(c, attention_tiles<D>, grid, 32 * Flash<D>::N_WARPS, 0, cache, out, half_copy, q);
 }
 
-// Tokens that are the only ones of their run. Several blocks share a head of a token only while all
-// heads have no more partial softmaxes than those of one token: see count_partials.
+// Attention of tokens that are the only ones of their run. The number of blocks that share a head
+// decreases with T, so that T tokens have no more partial softmaxes than one: see count_partials.
 template <typename CacheType>
 static void launch_one(Cuda *c, const LayerCache &cache, float *out, __half *half_copy,
                        const float *q, int T) {
@@ -111,7 +111,7 @@ static void attention(Backend *b, const Batch *batch, int layer, const Layer *w,
     cache.offset = c->keys_bytes / c->config.n_layers * layer;
     Product qkv[] = {{c->q, w->wq, false}, {c->k, w->wk, false}, {c->v, w->wv, false}};
     size_t pairs = (c->config.q_dim + 2 * (size_t)c->config.kv_dim) / 2;
-    if (!c->in_pass) { // begin has sent those of a pass
+    if (!c->in_pass) { // in a pass, begin has sent them
         fill_tokens(c, batch);
         send_tokens(c, T);
     }
@@ -154,17 +154,17 @@ static void feed_forward(Backend *b, const Layer *w, float *x, int n_tokens) {
 
 static void gather(Backend *b, float *x, const int *rows, int n) {
     Cuda *c = (Cuda *)b;
-    if (!c->in_pass) { // begin has sent those of a pass
+    if (!c->in_pass) { // in a pass, begin has sent them
         memcpy(c->input_host->rows, rows, sizeof(int) * n);
         send_rows(c, n);
     }
     int dim = c->config.dim;
     launch(c, gather_rows, ceil_div(dim, 128), 128, 0, x, c->input, padded_rows(c, n), dim);
-    c->half_x_source = NULL; // it may be x
+    c->half_x_source = NULL; // the source may be x, which has changed
 }
 
-// Copies n rows of results to host memory. The copy is not part of a recording, because the memory
-// may be another in each pass.
+// Copies n rows of results to host memory. The copy is not part of a recording, because each pass
+// may have another destination.
 static void copy_rows(Cuda *c, float *to, const float *from, int n, int cols) {
     size_t bytes = sizeof(float) * n * cols;
     CUDA(c, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, c->stream));
@@ -195,7 +195,7 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
     int best = *c->best;
     if (has_failed(c)) return -1;
     if (best < 0 || temperature == 0) return best; // -1: a logit is not finite
-    // In relative_probability, the difference of two logits may be -infinity: times 0, that is NaN
+    // Not 0: relative_probability multiplies it by a difference that may be -infinity, giving NaN
     float scale = std::max(1 / temperature, FLT_MIN);
     Distribution distribution = {c->logits, c->config.vocab_size, 0, scale};
     launch(c, sample_token, 1, SAMPLER_THREADS, 0, c->best, distribution, best, topp, coin);
@@ -208,8 +208,8 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
 // ----------------------------------------------------------------------------
 // Bandwidth
 
-// Returns the bytes per second of the fastest of 20 reads of the first n bytes of the weights on
-// the device; 0 after a failure. The pointer to the host's weights is unused.
+// Returns the bytes per second of the fastest of 20 reads of the first n bytes of the weights in
+// device memory; 0 after a failure. The pointer to the host's weights is unused.
 static double bandwidth(Backend *b, const void *, size_t n) {
     Cuda *c = (Cuda *)b;
     cudaEvent_t start = {}, stop = {};

@@ -3,7 +3,7 @@
 #pragma once
 #include "formats.cuh"
 
-// out (T, w.rows) = x (T, w.cols) w^T, or out += that
+// out (T, w.rows) = x (T, w.cols) w^T; or out += x w^T, with `accumulate`
 typedef struct {
     float *out;
     Mat w;
@@ -64,8 +64,8 @@ enum {
 };
 
 // Returns the index in shared memory of element i of x. After every 32 floats, 4 are unused:
-// neighbouring lanes read float4 that are N floats apart, which without these gaps would fall in
-// the same few banks.
+// neighbouring lanes read float4 that are N floats apart, which would fall in the same few banks
+// without these gaps.
 static __host__ __device__ unsigned padded(unsigned i) { return i + i / 32 * 4; }
 
 // Adds to sum[r] the product of row r's unit and xs (N,), for each of the rows.
@@ -135,7 +135,7 @@ static __global__ void __launch_bounds__(32 * WARPS)
     __syncthreads();
     float sum[WARP_ROWS] = {0};
     while (at.product < products.n) {
-        // Whether this batch is the last of its rows: the same for all lanes of the warp.
+        // Whether this batch is the last of its rows; the same for all lanes of the warp.
         bool row_ends = (unit - lane + step) * Format<type>::N >= cols;
         int next_unit = row_ends ? lane : unit + step;
         RowGroup next_at = at;
@@ -163,7 +163,7 @@ static __global__ void __launch_bounds__(32 * WARPS)
 
 enum { TILE = 64 }; // rows and tokens of a tile
 
-// Computes a tile of TILE rows and TILE tokens in each block, 4 by 4 of it in each thread.
+// Each block computes a tile of TILE rows and TILE tokens, each thread 4 by 4 of it.
 // x (T, cols); cols is a multiple of 32. Grid: (row tiles, token tiles), exactly one block for each
 // tile; block: 256 threads.
 static __global__ void __launch_bounds__(256)

@@ -1,5 +1,5 @@
-// Chooses the next token on the GPU: the one with the largest logit, or a random one, drawn as the
-// sampler.c does.
+// Chooses the next token on the GPU: the one with the largest logit, or a random one, drawn as in
+// sampler.c.
 #pragma once
 #include "common.cuh"
 
@@ -12,7 +12,7 @@ typedef struct {
     int index;
 } Largest;
 
-// Returns the larger of two logits, or of equal ones the first.
+// Returns the larger of two logits, or the first of equal ones.
 static __device__ Largest larger_of(Largest a, Largest b) {
     if (a.index < 0 || b.index < 0) return {0, -1};
     return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
@@ -36,7 +36,7 @@ static __device__ Largest block_largest(Largest mine, Largest *shared) {
     return mine;
 }
 
-// Writes to *best the index of the largest of x (n,), of equal ones the first, or -1 if any is not
+// Writes to *best the index of the largest of x (n,), the first of equal ones, or -1 if any is not
 // finite. Grid: 1; block: 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
     __shared__ Largest shared[32];
@@ -49,9 +49,9 @@ static __global__ void __launch_bounds__(1024) find_largest(int *best, const flo
 // ----------------------------------------------------------------------------
 // Sampling, by one block
 
-// A token's probability relative to the likeliest token's, in units of 2^-MASS_BITS. Threads add in
-// no fixed order. Sums of integers do not depend on it, so the same random number (coin) always
-// draws the same token.
+// A token's probability relative to the likeliest token's, in units of 2^-MASS_BITS. Threads add
+// masses in no fixed order. Sums of integers do not depend on the order, so the same random number
+// (coin) always draws the same token.
 typedef unsigned long long Mass;
 
 enum { SAMPLER_THREADS = 1024, BINS = 1024, MASS_BITS = 40 };
@@ -111,9 +111,9 @@ static __device__ Mass block_prefix_sum(Mass x, Mass *shared) {
 // the token with which the sum first exceeds `target`, as the bits of a float. Writes to *above the
 // mass of all tokens that are likelier than that. Ignores tokens with less mass than min_mass.
 //
-// Does not sort (radix select): floats from 0 to 1 are ordered as their bits, of which 30 matter.
-// Each of three rounds finds the next 10, by a histogram of the masses of those tokens that begin
-// with the bits found so far.
+// Uses a radix select instead of a sort: floats from 0 to 1 are ordered as their bits, of which 30
+// matter. Each of three rounds finds the next 10 bits, by a histogram of the masses of those tokens
+// whose bits begin with the ones found so far.
 static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, Mass target,
                                           Mass *above, Mass *shared) {
     __shared__ Mass bins[BINS], mass_above;
@@ -135,7 +135,7 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
         __syncthreads();
         int bin = BINS - 1 - me; // the likeliest first
         Mass mine = bins[bin], sum = before + block_prefix_sum(mine, shared);
-        if (sum - mine <= target && target < sum) // in one thread: the sum passes target in its bin
+        if (sum - mine <= target && target < sum) // one thread: the sum passes target in its bin
             found = prefix << 10 | bin, mass_above = sum - mine;
         __syncthreads();
     }
@@ -145,8 +145,8 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
 
 // Adds up a term for each token, in their order. Writes to *token the token with which the sum
 // first exceeds `target`. If `bits` is 0, a token's term is its mass. Otherwise the term is 1 for
-// tokens whose relative probability has these bits, and 0 for the others, so *token becomes number
-// `target`, from 0, of the tokens with these bits.
+// tokens whose relative probability has these bits, and 0 for the others, so *token becomes the
+// token with index `target` among those with these bits.
 // Each warp adds up one range of tokens. shared (SAMPLER_THREADS / 32,).
 static __device__ void find_token(const Distribution &p, uint32_t bits, Mass target, int *token,
                                   Mass *shared) {
@@ -196,8 +196,8 @@ static __global__ void __launch_bounds__(SAMPLER_THREADS)
     Mass min_mass = p.n > 1 ? (Mass)((1 - (double)topp) / (p.n - 1) * total) : 0;
     Mass limit = (Mass)((double)topp * total);
     uint32_t bits = find_threshold(p, min_mass, limit, &above, shared);
-    // The mass of the set: of the tokens that share its smallest probability, it contains only as
-    // many as are needed.
+    // The mass of the set, which contains only as many as are needed of the tokens that share its
+    // smallest probability.
     Mass one = to_mass(__uint_as_float(bits)), kept = above + ((limit - above) / one + 1) * one;
     Mass target = (Mass)((double)coin * kept);
     // Finds the drawn token's relative probability, then the token among those that share it.

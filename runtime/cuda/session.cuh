@@ -1,4 +1,4 @@
-// struct Cuda, the host's state of an engine on the GPU; errors; its memory; launches of kernels.
+// struct Cuda (the host's state of an engine on the GPU), errors, memory, launches of kernels.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,15 +9,15 @@
 // The KV cache of a sequence, on the device: all layers, one after another.
 struct Cache { void *keys, *values; }; // (n_layers, n_kv_heads, positions, width) each
 
-// Which kernels attention needs: one for tokens that are the only ones of their run, one for others.
+// Which attention kernels are needed: for tokens that are the only ones of their run, for others.
 typedef struct { bool singles, others; } Attenders;
 
-// What is the same in all passes that replay a recording. Neither the sequences nor their positions
-// are: kernels read them from Input.
+// The properties that all passes that replay a recording have in common. Sequences and positions
+// may differ: kernels read them from Input.
 typedef struct {
     int T, n_wanted;    // both padded: see padded_rows
     bool gathers;       // not all tokens are wanted
-    bool on_host;       // the logits are copied to the host, else `choose` reads them on the device
+    bool on_host;       // the logits are copied to the host; else `choose` reads them on the device
     bool hidden_states; // the pass computes hidden states instead of logits
     Attenders attenders;
 } PassShape;
@@ -32,7 +32,7 @@ typedef struct {
 // Max recordings of an engine. Each takes memory on the host and on the device.
 enum { MAX_RECORDINGS = 32 };
 
-// A matrix of the model, which points to device memory now, and what it was before.
+// A matrix of the model, which now points to device memory, and its original contents.
 typedef struct { Mat *mat, original; } UploadedMat;
 
 typedef struct {
@@ -44,13 +44,13 @@ typedef struct {
     bool cooperative;  // whether the GPU can run whole_token
     bool can_record;   // whether the driver can record graphs
 
-    // The text of the first error of a CUDA call, after which no other is called; empty: none
+    // Message of the first failed CUDA call, after which the macro CUDA skips calls; empty: none
     char failure[256];
 
     // Passes
     bool in_pass;      // a pass is a call of forward, from begin to end
-    Batch batch;       // of the pass
-    uint64_t n_passes; // that looked for a recording, so far
+    Batch batch;       // batch of the pass
+    uint64_t n_passes; // passes so far that looked for a recording
     Recording recordings[MAX_RECORDINGS];
     Recording *recording;      // the one that this pass records or replays, or NULL
     Input *input, *input_host; // on the device; in pinned host memory
@@ -61,8 +61,8 @@ typedef struct {
     const uint4 *weights;               // quantized values of all matrices, then all scales
     size_t weights_bytes, values_bytes; // size of values and scales; size of the values
     LayerCache layer_cache;             // the shape of every cache; it has no keys and values
-    size_t keys_bytes;                  // of the keys of a cache; the values need as many
-    bool float_cache;                   // the elements of a cache are float, else __half
+    size_t keys_bytes;                  // bytes of a cache's keys; its values have as many
+    bool float_cache;                   // cache elements are float; otherwise __half
     Cache *first_cache;                 // allocated by open for the first sequence; else NULL
     float2 *rotation;                   // (positions, head_dim / 2): cosine and sine (RoPE)
     float *y, *q, *k, *v, *h, *h2;      // temporaries: y (max T, dim), q (max T, q_dim),
@@ -71,7 +71,7 @@ typedef struct {
     const float *half_x_source;         // during a pass: the array half_x was copied from, or NULL
     int splits;                         // blocks that share the positions of a head if T is 1
     float *partials;                    // results of blocks that share work; see count_partials
-    unsigned *counters;                 // of is_last_block; all 0 between kernels
+    unsigned *counters;                 // counters of is_last_block; all 0 between kernels
 
     // Results
     float *logits; // (max T, vocab_size) on the device
@@ -86,8 +86,8 @@ typedef struct {
 
 static bool has_failed(const Cuda *c) { return c->failure[0]; }
 
-// Notes the error of a CUDA call, if it is the first. Such an error comes from the machine or from a
-// bug in this backend, and the GPU cannot be used afterwards.
+// Records the error of a CUDA call, if it is the first. Such an error comes from the machine or
+// from a bug in this backend, and the GPU cannot be used afterwards.
 static void check(Cuda *c, cudaError_t e, const char *call, const char *file, int line) {
     if (e == cudaSuccess || has_failed(c)) return;
     const char *slash = strrchr(file, '/');
@@ -124,7 +124,7 @@ static void *allocate_device(size_t bytes) {
     return NULL;
 }
 
-// The same for memory that close frees. Throws std::bad_alloc if the host has too little memory.
+// Does the same for memory that close frees. Throws std::bad_alloc if host memory is too small.
 static void *allocate(Cuda *c, size_t bytes) {
     c->blocks.push_back(NULL);
     return c->blocks.back() = allocate_device(bytes);
@@ -168,7 +168,7 @@ static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t
     CUDA(c, try_launch(c, NULL, kernel, grid, threads, shared, args...));
 }
 
-enum { DEFAULT_SHARED = 48 << 10 }; // bytes of shared memory that every launch may ask for
+enum { DEFAULT_SHARED = 48 << 10 }; // bytes of shared memory that every launch may use
 
 // Raises a kernel's limit of dynamic shared memory to the GPU's. The limit is set for the whole
 // process: if each engine set only what its launches need, an engine on a smaller model would
@@ -182,14 +182,14 @@ static void raise_shared_limit(Cuda *c, const void *kernel) {
 
 static unsigned ceil_div(size_t n, size_t by) { return (unsigned)((n + by - 1) / by); }
 
-// Waits for the stream outside a pass, where the next call may overwrite what this one reads.
+// Outside a pass, waits for the stream: the next call may overwrite the inputs of this one.
 static void finish_op(Cuda *c) {
     if (!c->in_pass) CUDA(c, cudaStreamSynchronize(c->stream));
 }
 
-// Returns how many rows the ops compute for n tokens. In a pass, a power of 2 up to 64 or a multiple
-// of 64, so that a few recordings serve all numbers of tokens; the kernels of products compute
-// up to 64 tokens in the time of one. The rows beyond n have no meaning.
+// Returns how many rows the ops compute for n tokens. In a pass, this is a power of 2 up to 64 or a
+// multiple of 64, so that a few recordings serve all numbers of tokens; the kernels of products
+// compute up to 64 tokens in the time of one. The rows beyond n are meaningless.
 static int padded_rows(const Cuda *c, int n) {
     int rows = 1;
     if (!c->in_pass || !c->can_record) return n;

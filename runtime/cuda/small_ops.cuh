@@ -1,4 +1,4 @@
-// The small operations: embedding, RMSNorm, SwiGLU, choosing rows, and a kernel that only reads
+// The small operations: embedding, RMSNorm, SwiGLU, gathering rows, and a kernel that only reads
 // memory, which measures the bandwidth.
 #pragma once
 #include "formats.cuh"
@@ -37,9 +37,9 @@ static __global__ void apply_swiglu(float *gate, __half *half_copy, const float 
     if (i < n) store_with_copy(gate, half_copy, i, swiglu(gate[i], up[i]));
 }
 
-// Overwrites row i of x (T, dim) with row input->rows[i], for i from 0 to n - 1. The rows ascend, so
-// row i is not among those that later ones come from: GATHER_BATCH rows may be loaded before the
-// first is stored. A thread handles one column.
+// Overwrites row i of x (T, dim) with row input->rows[i], for i from 0 to n - 1. The rows ascend,
+// so no later row is copied from row i, and GATHER_BATCH rows may be loaded before the first is
+// stored. A thread handles one column.
 enum { GATHER_BATCH = 8 };
 
 static __global__ void gather_rows(float *x, const Input *input, int n, int dim) {
@@ -57,7 +57,7 @@ static __global__ void gather_rows(float *x, const Input *input, int n, int dim)
 }
 
 // Reads n 16-byte words and adds them up. The compiler would remove loads whose result is unused,
-// so *out is written if the sum is one arbitrary value, which practically never happens.
+// so *out is written if the sum equals an arbitrary value, which practically never happens.
 static __global__ void read_memory(const uint4 *words, size_t n, int *out) {
     uint32_t sum = 0;
     size_t stride = (size_t)gridDim.x * blockDim.x,

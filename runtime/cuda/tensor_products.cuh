@@ -5,26 +5,26 @@
 // part, so a tile may be shared by several blocks. The last of them to finish adds up the partial
 // sums that the others wrote, in the order of the columns.
 //
-// Weights go from global memory through registers, where they become half precision, to shared
-// memory. x is copied to shared memory asynchronously, some steps ahead. With RAW_STAGES the weights
-// are copied in the same way, as they are, and become half precision in shared memory.
+// Weights go from global memory through registers, where they are converted to half precision, to
+// shared memory. x is copied to shared memory asynchronously, some steps ahead. With RAW_STAGES the
+// weights are also copied asynchronously, in their own format, and converted in shared memory.
 #pragma once
 #include "products.cuh"
 
-// RAW_STAGES=4 compiles a program whose prompts copy weights and x up to 3 steps ahead, to measure
-// the speedup (multiply_raw_steps). 0 compiles what was measured: weights go through registers, one
-// step ahead (multiply_steps). Other numbers from 2 on are possible.
+// RAW_STAGES=4 compiles a program that copies weights and x of prompts up to 3 steps ahead, to
+// measure the speedup (multiply_raw_steps). 0 compiles the variant that has been measured: weights
+// go through registers, one step ahead (multiply_steps). Any other number from 2 on is possible.
 #ifndef RAW_STAGES
 #define RAW_STAGES 0
 #endif
 static_assert(RAW_STAGES == 0 || RAW_STAGES >= 2, "one step is multiplied while others are copied");
 
 // STORES_FIRST=1 compiles another order of multiply_steps, to measure the speedup: a thread stores
-// all its weights of a step before it loads the first of the next, and a load clears nothing. nvcc
-// 13.0 counts all of these loads in one of a warp's six scoreboards, and whatever touches the
-// registers of one load waits until no load is on its way. So in the order that was measured, each
-// unit is converted, or cleared, only once the load of the unit before it is done, which has just
-// been issued.
+// all its weights of a step before it loads the first of the next, and a load clears no registers.
+// nvcc 13.0 assigns all of these loads to one of a warp's six scoreboards, so an instruction that
+// uses the registers of one load waits until no load is in flight. In the order that has been
+// measured, converting or clearing a unit therefore waits for the load of the previous unit, which
+// has just been issued.
 #ifndef STORES_FIRST
 #define STORES_FIRST 0
 #endif
@@ -70,8 +70,8 @@ template <> __device__ void unit_to_halves<BF16>(const Format<BF16>::Unit &u, ui
 }
 
 // Returns scale * (byte - zero) for two bytes of `word`: 0 and 1 if `selector` is 0x4140, 2 and 3
-// if it is 0x4342. The lowest bit of the half 1024 (0x6400) counts ones, so a byte in its lowest 8
-// bits makes it 1024 + byte.
+// if it is 0x4342. The lowest bit of the half 1024 (0x6400) has the value 1, so putting a byte in
+// its lowest 8 bits makes it 1024 + byte.
 static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t selector, float zero,
                                           __half2 scale) {
     uint32_t bits = __byte_perm(word, 0x64646464u, selector);
@@ -124,12 +124,12 @@ template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, ui
 // with `gated`). Tile i computes token group i % token_tiles and row group i / token_tiles. Most
 // consecutive tiles have the same rows, so blocks that run at the same time read the same weights.
 typedef struct {
-    int cols, T;        // of x
+    int cols, T;        // shape of x: (T, cols)
     int token_tiles;    // groups of TOKENS tokens; each row group has that many tiles
     int steps, tiles;   // steps of a tile; all tiles
     int stages;         // steps of x in shared memory: one is multiplied, the others are copied
     bool gated;         // product 0's out becomes SwiGLU of products 0 (gate) and 1 (up)
-    __half *half_copy;  // with `gated`: that out in half precision; NULL if it is not needed
+    __half *half_copy;  // with `gated`: this out in half precision; NULL if not needed
     float *partials;    // (blocks, 2, TOKENS, R): partial sums of shared tiles
     unsigned *counters; // (blocks,) zeros; a shared tile uses the one of its first block
 } TilePlan;
@@ -149,8 +149,8 @@ struct TileRows {
         return {w, w, at.product, at.row, at.row + R / 2};
     }
 
-    // Sets *m to the matrix that the tile's row r is from, and returns the row's index in that
-    // matrix. Rows beyond the last repeat the last; their sums are not stored.
+    // Sets *m to the matrix that contains the tile's row r, and returns the row's index in that
+    // matrix. Rows beyond the last one repeat it; their sums are not stored.
     template <int R> __device__ size_t row_of(int r, Mat *m) const {
         *m = lower;
         if (r < R / 2) return min(row + r, lower.rows - 1);
@@ -196,8 +196,8 @@ template <Type type, int R> struct WeightStage {
         else memset(&units[j], 0, sizeof units[j]);
     }
 
-    // Loads unit j of the step that begins at column k; the row's first unit, if its columns are
-    // beyond the last.
+    // Loads unit j of the step that begins at column k. If its columns are beyond the last, loads
+    // the row's first unit instead.
     __device__ void load_any(int j, const TileRows &rows, int cols, int k) {
         if (!is_used(j)) return;
         Mat m;
@@ -219,8 +219,8 @@ template <Type type, int R> struct WeightStage {
 };
 
 // Starts the copy of one step of x (T, cols): tokens from t0 and columns from k, to xs (TOKENS,
-// PITCH). Tokens and columns beyond the last are zero, and nothing is read for them: a batch of a few
-// tokens would otherwise read more x than weights.
+// PITCH). Tokens and columns beyond the last are zero, and nothing is read for them: a batch of a
+// few tokens would otherwise read more x than weights.
 template <int TOKENS>
 static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, int cols, int k) {
     const int UNITS_PER_ROW = STEP_COLS / 8;
@@ -238,7 +238,7 @@ static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, 
 // Prefetches a tile's weights to the L2 cache. Each of the threads 0 to R - 1 prefetches the
 // elements of one row, each of the next R threads the scales of one row.
 template <Type type, int R> struct WeightPrefetch {
-    const char *from; // step 0; NULL for the other threads
+    const char *from; // address at step 0; NULL for the other threads
     size_t stride;    // bytes between steps
 
     __device__ WeightPrefetch(const TileRows &rows, int cols) {
@@ -249,7 +249,7 @@ template <Type type, int R> struct WeightPrefetch {
         stride = STEP_COLS / N * sizeof(uint4);
         if (part == 1 && m.scales) {
             from = (const char *)m.scales + i / 32 * scale_bytes(type) / 8;
-            stride = STEP_COLS / 32 * scale_bytes(type) / 8; // rounded; lines are longer
+            stride = STEP_COLS / 32 * scale_bytes(type) / 8; // on average; cache lines are longer
         }
     }
     __device__ void prefetch(int step, int end) const {
@@ -336,7 +336,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
                                       const TilePlan &p, const TileBuffers &buffers) {
     typedef WarpLayout<R, TOKENS> Warps;
     typedef WeightStage<type, R> Weights;
-    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // of 16 columns, per group of warps
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // slices of 16 columns per group of warps
     const int W_SIZE = R * PITCH, X_SIZE = TOKENS * PITCH;
     const TileRows &rows = tile.rows;
     int t0 = tile.t0, first = tile.first, end = tile.end;
@@ -373,7 +373,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
         __half *w_next = ws + (s + 1 - first) % 2 * W_SIZE;
         // Stores a part of the next step's weights, and loads the same units of the step after it.
         auto renew_weights = [&](int slice) {
-            if constexpr (STORES_FIRST) { // all of them in the first slice or in the last
+            if constexpr (STORES_FIRST) { // all units in the first slice or in the last
                 if (slice != (threadIdx.x < TENSOR_THREADS / 2 ? 0 : SLICES - 1)) return;
                 bool exists = (s + 1) * STEP_COLS + Weights::unit_col() < p.cols;
 #pragma unroll
@@ -406,34 +406,36 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
 // ----------------------------------------------------------------------------
 // Multiplication of raw weights (RAW_STAGES)
 //
-// The bytes of the units of a step, and the words of their scales, are copied to one of several
-// places in shared memory, a ring. A thread converts the units that it copied itself, so it waits
-// for its own copies alone. A step needs one barrier, as in multiply_steps.
+// The units of a step, and the words of their scales, are copied to one of several slots in shared
+// memory, which form a ring. A thread converts the units that it copied itself, so it waits only
+// for its own copies. A step needs one barrier, as in multiply_steps.
 //
-// Types of 8 bits and less are converted from the ring to one of two tiles in half precision. Those
-// of 16 bits are copied to where they belong in a tile, and become half precision in place: then the
-// ring has the tiles, and there are no others. Converting them in the registers of fragments instead
-// would convert each weight TOKENS / WARP_TILE times.
+// Types of 8 bits and less are converted from the ring to one of two tiles in half precision. Types
+// of 16 bits are copied to their final places in a tile and converted in place: the slots of the
+// ring are the tiles, and there are no others. Converting weights in the registers of fragments
+// instead would convert each weight TOKENS / WARP_TILE times.
 //
-// Shared memory of a block, in bytes, with RAW_STAGES=4 and tiles of 128 rows and 128 tokens, where a
-// tile in half precision and a step of x have 128 * PITCH * 2 = 18,432:
+// Shared memory of a block, in bytes, with RAW_STAGES=4 and tiles of 128 rows and 128 tokens, where
+// a tile in half precision and a step of x take 128 * PITCH * 2 = 18,432 each:
 //   F16, BF16     5 tiles                           92,160   with 4 steps of x   165,888
 //   Q8_0          3 steps of 10,240, 2 tiles        67,584                       141,312
 //   Q4_0, Q4_1    3 steps of  5,120, 2 tiles        52,224                       125,952
 //   Q5, Q4_K      3 steps of  6,144, 2 tiles        55,296                       129,024
 //   Q5_K, Q6_K    3 steps of  7,168 and 8,192       58,368, 61,440      132,096, 135,168
-// So one block fits on a multiprocessor of 8.0 (163 KB) and 9.0 (227 KB), as without RAW_STAGES: its
-// 256 threads need 128 registers each for sums alone, so a second block would need half of that.
-// Where there is less memory, launch_tensor takes fewer steps: with 100 KB (8.6, 8.9, 12.0) two or
-// three. With 128 rows and 256 tokens, BF16 has room for 3 steps in 227 KB (184,320), the others for 4.
+// So one block fits on a multiprocessor with compute capability 8.0 (163 KB) or 9.0 (227 KB), as
+// without RAW_STAGES: its 256 threads need 128 registers each for the sums alone, which is all that
+// a thread could have if there were a second block. If there is less memory, launch_tensor uses
+// fewer steps of x: two or three with 100 KB (8.6, 8.9, 12.0). With 128 rows and 256 tokens, F16
+// and BF16 have room for 3 steps in 227 KB (184,320), the others for 4.
 //
-// There are no bank conflicts: the units of a step and the words of their scales lie in the order of
-// the threads, which read and write them as they were copied. The rows of a tile are 144 bytes
-// apart, so that 8 rows begin 4 banks apart each. So the 8 rows of 16 bytes that a tensor core's load
-// reads together have banks of their own; and so have the 8 pieces of 16 bytes that 8 threads store
-// together: of one row (16 bits), of two rows 32 bytes apart (Q8_0), of four 64 bytes apart (others).
+// There are no bank conflicts: the units of a step and the words of their scales are stored in the
+// order of the threads, and each thread reads what it copied. The rows of a tile are 144 bytes
+// apart, so consecutive rows begin 4 banks apart. So the 8 rows of 16 bytes that a tensor core's
+// load reads together are in different banks. So are the 8 pieces of 16 bytes that 8 threads store
+// together: they are from one row (16 bits), from two rows at intervals of 32 bytes (Q8_0), or from
+// four rows at intervals of 64 bytes (others).
 
-// Returns how many words of m.scales have the scale of a unit.
+// Returns how many words of m.scales hold the scale of a unit.
 static constexpr __host__ __device__ int raw_words(Type type) {
     switch (type) {
     case Q8_0:
@@ -460,35 +462,35 @@ static constexpr __host__ __device__ int raw_stage_bytes(Type type, int rows) {
                                    : units * (int)(sizeof(uint4) + 4 * raw_words(type));
 }
 
-// Returns how many steps the ring has, if x has `stages` steps. At the barrier before a step is
-// multiplied, the weights of the next are there, and those of the `stages` - 2 after it are on their
-// way. A step converted in place is multiplied, and stays, for one step more; its place is filled
-// after the barrier that follows.
+// Returns how many steps of weights the ring has if x has `stages` steps. At the barrier before a
+// step is multiplied, the weights of the next step have arrived, and those of the `stages` - 2
+// steps after it are in flight. A step that is converted in place also stays in the ring while it
+// is multiplied, and its slot is refilled only after the next barrier: that takes two more slots.
 static constexpr __host__ __device__ int ring_stages(Type type, int stages) {
     return converts_in_place(type) ? stages + 1 : stages - 1;
 }
 
-// Returns the bytes of the ring and, unless it has them, of two tiles in half precision.
+// Returns the bytes of the ring and, unless types are converted in place, two half-precision tiles.
 static constexpr __host__ __device__ int raw_weights_bytes(Type type, int rows, int stages) {
     int tiles = converts_in_place(type) ? 0 : 2 * rows * PITCH * (int)sizeof(__half);
     return ring_stages(type, stages) * raw_stage_bytes(type, rows) + tiles;
 }
 
-// RawScale<type> reads the scale of 32 elements from m.scales by words. `block` numbers the groups of
-// 32 elements of the flattened matrix.
+// RawScale<type> reads the scale of 32 elements from m.scales, word by word. `block` is the index
+// of these 32 elements among the groups of 32 elements of the flattened matrix.
 //   word_at(block, w)   returns the index in m.scales of word w of raw_words(type)
 //   make(words, block)  returns the scale, made of these words
-template <Type type> struct RawScale { // F16, BF16: none
+template <Type type> struct RawScale { // F16, BF16: no scale
     static __device__ size_t word_at(size_t, int) { return 0; }
     static __device__ typename Format<type>::Scale make(const uint32_t *, unsigned) { return {}; }
 };
 
-// Returns half of a word: the lower for an even number, the upper for an odd one.
+// Returns half of a word: the lower one if i is even, the upper one if it is odd.
 static __device__ uint16_t half_word(uint32_t word, unsigned i) {
     return (uint16_t)(word >> i % 2 * 16);
 }
 
-struct RawHalf { // two neighbours share a word, because copies are of 4 bytes at least
+struct RawHalf { // two neighbours share a word, because copies have at least 4 bytes
     static __device__ size_t word_at(size_t block, int) { return block / 2; }
     static __device__ __half make(const uint32_t *words, unsigned block) {
         uint16_t bits = half_word(words[0], block);
@@ -514,8 +516,8 @@ struct RawFifthBits {
 template <> struct RawScale<Q5_0> : RawFifthBits {};
 template <> struct RawScale<Q5_1> : RawFifthBits {};
 
-// The types with large blocks: word 0 is the block's first, word 1 has the scale and its
-// neighbour's, the others are the unit's upper bits.
+// For types with large blocks: word 0 is the block's first word, word 1 holds the scale and its
+// neighbour's, and the others hold the unit's upper bits.
 template <Type type> static __device__ size_t word_of_large_block(size_t block, int w) {
     const int UPPER = raw_words(type) - 2;
     int sub = (int)(block % 8);
@@ -550,15 +552,15 @@ template <> struct RawScale<Q6_K> {
     }
 };
 
-// A thread's part of a tile's raw weights: the units of a step that WeightStage numbers alike.
-// A step in the ring is, in place, (R, PITCH) elements of 16 bits; else uint4 (TOTAL,), the units,
-// and then words (raw_words(type), TOTAL) of their scales.
+// A thread's part of a tile's raw weights: the same units of a step as in WeightStage. A step in
+// the ring is (R, PITCH) elements of 16 bits if the type is converted in place. Otherwise it is the
+// units, uint4 (TOTAL,), then the words of their scales (raw_words(type), TOTAL).
 template <Type type, int R> struct RawWeights {
     typedef WeightStage<type, R> Units;
     static const int N = Format<type>::N, WORDS = raw_words(type);
-    const uint4 *rows[Units::UNITS];      // where the row of unit j begins
-    const uint32_t *scales[Units::UNITS]; // of the matrix of unit j
-    size_t first_block[Units::UNITS];     // of the row, as RawScale numbers them
+    const uint4 *rows[Units::UNITS];      // start of the row of unit j
+    const uint32_t *scales[Units::UNITS]; // scales of the matrix of unit j
+    size_t first_block[Units::UNITS];     // first block of the row, as in RawScale
 
     __device__ RawWeights(const TileRows &tile, int cols) {
 #pragma unroll
@@ -605,7 +607,7 @@ template <Type type, int R> struct RawWeights {
         uint32_t words[WORDS + 1]; // one more, because an array can't be empty
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = words_at(j, stage)[w * Units::TOTAL];
-        // A step has an even number of blocks, so the row's first decides which are odd.
+        // Only its parity matters, the same in every step: a step has an even number of blocks.
         unsigned block = (unsigned)first_block[j] + Units::unit_col() / 32;
         auto unit = Format<type>::make_unit(*unit_at(j, stage), RawScale<type>::make(words, block));
         uint4 halves[N / 8], *to = (uint4 *)in_tile(j, tile);
@@ -615,8 +617,9 @@ template <Type type, int R> struct RawWeights {
     }
 };
 
-// Computes `sums` of some steps of a tile. While a step is multiplied, the weights of the next
-// become half precision, and the copies of the step p.stages further are started.
+// Computes `sums` of some steps of a tile. While a step is multiplied, the weights of the next are
+// converted to half precision, and copies are started: of the weights p.stages steps ahead, and of
+// x p.stages - 1 steps ahead.
 // x (T, cols) in half precision. shared: raw_weights_bytes, then xs (stages, TOKENS, PITCH).
 template <Type type, int R, int TOKENS>
 static __device__ void multiply_raw_steps(Sums sums[4][4], const TileSteps &tile, const __half *x,
@@ -624,7 +627,7 @@ static __device__ void multiply_raw_steps(Sums sums[4][4], const TileSteps &tile
     typedef WarpLayout<R, TOKENS> Warps;
     typedef RawWeights<type, R> Weights;
     const bool IN_PLACE = converts_in_place(type);
-    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // of 16 columns, per group of warps
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // slices of 16 columns per group of warps
     const int W_SIZE = R * PITCH, X_SIZE = TOKENS * PITCH, STAGE = raw_stage_bytes(type, R);
     const int n_slots = ring_stages(type, p.stages), first = tile.first, end = tile.end;
     __half *tiles = (__half *)(shared + n_slots * STAGE); // (2, R, PITCH) unless IN_PLACE
@@ -634,11 +637,12 @@ static __device__ void multiply_raw_steps(Sums sums[4][4], const TileSteps &tile
     auto copy_x = [&](int step, int slot) {
         copy_x_async<TOKENS>(xs + slot * X_SIZE, x, tile.t0, p.T, p.cols, step * STEP_COLS);
     };
-    auto tile_of = [&](int step, int slot) { // in half precision
+    auto tile_of = [&](int step, int slot) { // the step in half precision
         return IN_PLACE ? (__half *)(shared + slot * STAGE) : tiles + (step - first) % 2 * W_SIZE;
     };
     // Converts unit j of a step, which is in `slot` of the ring. Then starts the copy of the same
-    // unit p.stages - 1 steps further: to the same slot, or, in place, to that of two steps before.
+    // unit p.stages - 1 steps ahead: to the same slot, or with IN_PLACE, to the slot of
+    // step `step` - 2.
     auto renew_weights = [&](int j, int step, int slot) {
         int later = step + p.stages - 1, free_slot = slot;
         if (IN_PLACE) free_slot = slot >= 2 ? slot - 2 : slot - 2 + n_slots;
@@ -656,13 +660,13 @@ static __device__ void multiply_raw_steps(Sums sums[4][4], const TileSteps &tile
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
-    __pipeline_wait_prior(p.stages - 2); // the thread's units of the first step are there
+    __pipeline_wait_prior(p.stages - 2); // this thread's units of the first step have arrived
 #pragma unroll
     for (int j = 0; j < Weights::Units::UNITS; j++) renew_weights(j, first, 0);
     __pipeline_commit();
-    int slot = 0, x_slot = 0; // of the step that is multiplied
+    int slot = 0, x_slot = 0; // slots of the step that is multiplied
     for (int s = first; s < end; s++) {
-        // The thread's units of the next step are there, and its part of this step's x.
+        // This thread's units of the next step have arrived, and its part of this step's x.
         __pipeline_wait_prior(p.stages - 2);
         __syncthreads(); // this step's weights and x are visible; the step before is finished
         int next_slot = slot + 1 < n_slots ? slot + 1 : 0;

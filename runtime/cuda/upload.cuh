@@ -3,7 +3,7 @@
 #include <vector>
 #include "session.cuh"
 
-namespace cpu { // names of the CPU backend, such as TILE, are names of other things here
+namespace cpu { // some names, such as TILE, also exist in this backend
 #include "../cpu/blocks.h"
 }
 
@@ -56,7 +56,7 @@ static const size_t BUFFER_BYTES = 32 << 20;
 typedef struct {
     Cuda *c;
     char *buffers[2];
-    cudaEvent_t copied[2]; // the copy of buffers[i] has finished, so it may be filled again
+    cudaEvent_t copied[2]; // the copy of buffers[i] has finished, so it may be refilled
     int current;           // index of the buffer that was filled last
 } Upload;
 
@@ -128,7 +128,7 @@ static void reorder_block(uint8_t *values, uint8_t *scales, const uint8_t *block
     memset(scales, 0, 4);
     memcpy(scales, halves, 2 * cpu::halves_of(type));
     scales += 4;
-    if (cpu::has_k_scales(type)) { // their bytes, which read_block has multiplied
+    if (cpu::has_k_scales(type)) { // raw bytes, without read_block's factors
         cpu::read_k_scales(&n, block + 4, 1, 1);
         for (int i = 0; i < 8; i++, scales += 2)
             scales[0] = (uint8_t)n.scale[i], scales[1] = (uint8_t)n.min[i];
@@ -208,13 +208,13 @@ static bool upload_matrices(Upload *u, Weights *w, const std::vector<Mat *> &all
     return !o->progress || o->progress(o->data, 1);
 }
 
-// The same through buffers of its own. Returns NULL, or an error message if host memory cannot be
-// pinned or if `progress` aborts it.
+// Allocates the buffers and uploads the weights through them. Returns NULL, or an error message if
+// host memory cannot be pinned or if `progress` aborts it.
 static const char *upload(Cuda *c, Weights *w, const Opening *o) {
     const char *wrong = NULL;
     Upload u = {};
     std::vector<Mat *> all = matrices(w, c->config.n_layers);
-    c->uploaded.reserve(all.size() + 1); // nothing throws while there are buffers to free
+    c->uploaded.reserve(all.size() + 1); // so nothing throws before the buffers are freed
     u.c = c;
     for (int i = 0; i < 2; i++) {
         u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);

@@ -1,11 +1,11 @@
-// Decoding in one kernel: its blocks run for a whole token and synchronize at barriers of the grid.
-// It computes what the ops compute one by one.
+// Decoding in one kernel: its blocks run for a whole token and synchronize at grid barriers. It
+// computes what the ops compute one by one.
 //
 // A token needs every weight once, in an order that is known from the start; only the vectors that
-// the weights multiply are not known yet. So each warp keeps copies of the next `slots` pieces of
-// weights to its part of shared memory in flight, also while it waits at a barrier, computes
-// attention or ends a product. Memory is never idle (compare Spector et al. 2025, "Look ma, no
-// bubbles").
+// the weights multiply are not known yet. So each warp always keeps copies of the next `slots`
+// pieces of weights to its part of shared memory in flight, even while it waits at a barrier,
+// computes attention or finishes a product. Memory is never idle (compare Spector et al. 2025,
+// "Look ma, no bubbles").
 //
 // The rows of a matrix are multiplied in groups of GROUP_ROWS. A piece is up to PIECE_BYTES bytes
 // of each row of a group. A warp multiplies a piece in PIECE_STEPS steps: in each, lane 4 r + q
@@ -21,7 +21,7 @@ enum {
     BLOCK_THREADS = 32 * BLOCK_WARPS,
     GROUP_ROWS = 8,
     PIECE_STEPS = 8,
-    PIECE_BYTES = 64 * PIECE_STEPS,        // of a row; the last piece of a row may have fewer
+    PIECE_BYTES = 64 * PIECE_STEPS,        // bytes of each row; fewer in a row's last piece
     SLOT_BYTES = GROUP_ROWS * PIECE_BYTES, // shared memory for one piece
     MAX_SLOTS = 8,                         // max slots of a warp
 };
@@ -29,15 +29,15 @@ enum {
 // ----------------------------------------------------------------------------
 // The plan of a token
 
-// The matrix products of a layer in their order, and the model's last one.
+// The matrix products of a layer in order, and the model's last product.
 enum { QKV, ATTENTION_OUT, GATE_UP, DOWN, LOGITS, N_ROLES };
 
 typedef struct { unsigned char group, piece; } PieceIndex;
 
-// How one of these products is shared out. A group is 8 rows that follow each other, or for GATE_UP
-// 4 rows of w1 and the same 4 rows of w3. Each block computes a range of groups. The range's pieces
-// are numbered group by group: warp i takes pieces i, i + WARPS, and so on.
-// Pointers are those of layer 0; TokenPlan.stride leads to the other layers.
+// How one of these products is divided among blocks and warps. A group is 8 consecutive rows, or
+// for GATE_UP 4 rows of w1 and the same 4 rows of w3. Each block computes a range of groups. The
+// range's pieces are numbered group by group: warp i takes pieces i, i + WARPS, and so on.
+// Pointers are those of layer 0; other layers are at multiples of TokenPlan.stride.
 typedef struct {
     Mat w;                   // QKV: wq, wk and wv as one matrix; GATE_UP: w1 and w3 as one matrix
     int row_bytes;           // bytes of a row of weights, without its scales
@@ -45,20 +45,20 @@ typedef struct {
     int group_stride;        // from a group's first row to the next group's: 8 rows; GATE_UP: 4
     int second_half;         // from a group's first row to its fifth: 4 rows; GATE_UP: hidden_dim
     int groups_per_block;    // groups that every block computes
-    int extra_groups;        // how many blocks compute one more
+    int extra_groups;        // number of blocks that compute one more
     PieceIndex first[WARPS]; // each warp's first piece in a block's range
-    PieceIndex hop;          // what to add to get from a warp's piece to its next, WARPS later
+    PieceIndex hop;          // distance from a warp's piece to its next one, WARPS later
     const float *norm;       // (cols,) weights of the RMSNorm before it, or NULL
 } TokenProduct;
 
-// Bytes from a layer to the next. `weights` is also the stride of the layers' RMSNorms, and `heads`
-// that of HeadWeights.
+// Bytes from one layer to the next. `weights` is also the stride of the layers' RMSNorms, and
+// `heads` that of HeadWeights.
 typedef struct { size_t weights, scales, cache, heads; } LayerStride;
 
 typedef struct {
     TokenProduct products[N_ROLES];
     int n_layers;
-    int slots; // of each warp; 0: whole_token cannot run
+    int slots; // slots of each warp; 0: whole_token cannot run
     LayerStride stride;
     Mat table;              // token embedding
     LayerCache cache;       // of layer 0
@@ -78,14 +78,14 @@ typedef struct {
     int sums_floats;   // size of TokenShared.row_sums
     // With CARRIED, the words replace x, q, attention_out, h, k and partials.
     CarriedWords words;
-    unsigned epoch; // of the vector before the token's first one
+    unsigned epoch; // epoch of the vector before the token's first one
     int token;
 } TokenPlan;
 
 // A block's shared memory, one array after another.
 typedef struct {
     char *slots;     // (WARPS, slots, SLOT_BYTES)
-    float *xs;       // what a product multiplies, padded; an AttentionScratch during attention
+    float *xs;       // a product's input vector, padded; an AttentionScratch during attention
     float *row_sums; // (groups, pieces, GROUP_ROWS) of a product
     float *squares;  // (BLOCK_WARPS,) sums of squares of x; at the end Largest (BLOCK_WARPS,)
 } TokenShared;
@@ -97,7 +97,7 @@ static size_t token_shared_bytes(const TokenPlan &t) {
 }
 
 // ----------------------------------------------------------------------------
-// The grid's barrier
+// The grid barrier
 
 // Adds n to *counter. A thread that reads the sum with load_acquire sees what this thread wrote, or
 // saw, before.
@@ -124,11 +124,11 @@ static __device__ unsigned load_acquire(unsigned *counter) {
 
 enum { PHASE_BIT = 0x80000000u }; // flips whenever all blocks have arrived
 
-// Waits until all blocks have called it. What a block wrote before is visible to all after. The
-// counter is never reset: block 0 adds PHASE_BIT - (blocks - 1), and each other block adds 1.
-// Together they add PHASE_BIT, which flips the top bit (as in CUDA's cooperative groups). In the
-// thread that waits, `phase` is that bit before the barrier. All blocks of the grid must be
-// resident on the GPU.
+// Waits until all blocks have called it. Writes before the barrier are visible to all blocks after
+// it. The counter is never reset: block 0 adds PHASE_BIT - (blocks - 1), and each other block adds
+// 1. Together they add PHASE_BIT, which flips the top bit (as in CUDA's cooperative groups). In the
+// thread that waits, `phase` is the value of that bit before the barrier. All blocks of the grid
+// must be resident on the GPU.
 static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
     __syncthreads();
     if (threadIdx.x == 32 * WARPS) { // the first thread of the last warp
@@ -148,8 +148,8 @@ static __device__ void end_step(unsigned *arrived, unsigned &phase) {
 // ----------------------------------------------------------------------------
 // The block's share of each product, and the copies of its weights
 
-// The groups of one product that this block computes. Some blocks compute one group more. In the
-// next product, the blocks that follow them do, so that the work of all blocks is about equal.
+// The groups of one product that this block computes. Some blocks compute one extra group. In the
+// next product, the blocks that follow them do so, which keeps the work of all blocks about equal.
 struct BlockShare {
     int step;        // 4 * layer + role
     int role, layer; // layer is 0 for LOGITS
@@ -174,8 +174,8 @@ struct BlockShare {
 };
 
 // With CARRIED: returns the epoch of the vector that the product of this step multiplies. The
-// product's result has the next epoch. See carried.cuh for the vectors of a layer; attention
-// computes one, so a step after it in a layer is one vector ahead.
+// product's result has the next epoch. See carried.cuh for the vectors of a layer. Attention
+// computes one of them without being a step, so the layer's later steps add 1.
 static __device__ unsigned epoch_of(const TokenPlan &t, int step) {
     return t.epoch + LAYER_VECTORS * (step / 4) + step % 4 + (step % 4 > QKV);
 }
@@ -183,7 +183,7 @@ static __device__ unsigned epoch_of(const TokenPlan &t, int step) {
 // Points to the next piece of weights that a warp will copy: every WARPS-th piece of the block's
 // shares of all products, one after another. It is `slots` pieces ahead of the multiplication.
 struct PieceCursor : BlockShare {
-    int group, piece; // number of the group in the share, and of the piece in the group
+    int group, piece; // index of the group in the share, and of the piece in the group
     const char *data; // the product's weights in its layer
     // copies of the TokenProduct's fields; last_row = w.rows - 1
     int group_stride, row_bytes, pieces, hop_groups, hop_pieces, last_row, second_half;
@@ -232,8 +232,8 @@ static __device__ int slot_offset(int j, int r, int q) {
 
 // Starts the copy of the cursor's piece to a slot, commits it and advances the cursor. After the
 // last piece it commits an empty copy, because multiply_share waits for all commits but the last
-// slots - 1. Eight lanes copy 128 bytes of a row at a time. Rows beyond the matrix's last repeat
-// it; their sums are not used.
+// slots - 1. Eight lanes copy 128 bytes of a row at a time. Rows beyond the matrix's last row
+// repeat that row; their sums are not used.
 static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, char *slot) {
     __syncwarp(); // all lanes have read the slot
     if (!at.is_past_end(t)) {
@@ -376,7 +376,7 @@ template <typename Parts> static __device__ float lane_sum(const float d[4]) {
 template <bool bf16> struct SixteenBitProduct {
     enum { N = 8, SCALES = 0 };
     typedef SplitFloat<bf16> Parts;
-    float sums[2][4]; // of even and of odd steps: two chains of additions can overlap
+    float sums[2][4]; // for even and odd steps, so that two chains of additions can overlap
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *) {
         const uint32_t words[] = {w.x, w.y, w.z, w.w};
         multiply_eight<bf16>(sums[j % 2], words, load_column(x, 0, threadIdx.x % 32 < 16));
@@ -423,7 +423,7 @@ template <> struct LaneProduct<Q4_0> {
     float total;
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
         const uint32_t words[] = {w.x, w.y, w.z, w.w};
-        uint32_t a[2][8]; // of a scale block's low nibbles, elements 0 to 15, and high ones
+        uint32_t a[2][8]; // low nibbles (elements 0 to 15 of a scale block), high nibbles
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             bytes_to_half_pairs(words[i] & 0x0f0f0f0fu, 8, a[0] + 2 * i);
@@ -525,7 +525,7 @@ static __host__ __device__ int padded_cols(int cols) {
 }
 
 // With CARRIED: receives elements i to i + 7 of the vector that the product multiplies, x (8,). The
-// embedding is not sent: every block reads it.
+// embedding is not sent: every block reads it from the table.
 static __device__ void receive_x(const TokenPlan &t, const BlockShare &at, int splits, int i,
                                  float *x) {
     const CarriedWords &words = t.words;
@@ -562,7 +562,7 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
     for (int i = 8 * threadIdx.x; i < end; i += 8 * BLOCK_THREADS) {
         float4 x[2] = {zeros, zeros}, w[2] = {ones, ones};
         auto load_norm = [&] { w[0] = norm[i / 4], w[1] = norm[i / 4 + 1]; };
-        if (CARRIED && i < cols && norm) load_norm(); // on its way while the block waits for x
+        if (CARRIED && i < cols && norm) load_norm(); // in flight while the block waits for x
         if (CARRIED && i < cols) receive_x(t, at, splits, i, (float *)x);
         else if (i < cols && at.role == ATTENTION_OUT && splits > 1)
             for (int j = 0; j < 8; j++) { // eight numbers may belong to two heads
@@ -587,7 +587,7 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
 }
 
 // The scales of a warp's first piece of a product, which are loaded before the barrier that the
-// product waits for. Q4_0 has the most.
+// product waits for. Sized for Q4_0, which has the most.
 struct FirstScales { uint32_t pairs[LaneProduct<Q4_0>::SCALES]; };
 
 template <Type type>
@@ -598,8 +598,8 @@ static __device__ void load_first_scales(const TokenPlan &t, const BlockShare &a
 }
 
 // Multiplies the block's share of a product, for weights of this type. As soon as a slot is free,
-// it starts the copy of the next piece of weights to it, even if that belongs to a later product.
-// first: see FirstScales. slot: index of the warp's slot with its next piece; is advanced.
+// it starts the copy of the next piece of weights to it, even if that piece belongs to a later
+// product. first: see FirstScales. slot: index of the warp's slot with its next piece, updated.
 template <Type type>
 static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
                                       const TokenShared &s, const FirstScales &first,
@@ -629,7 +629,7 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
     }
 }
 
-// Prefetches to the L2 cache what complete_heads reads of a layer besides queries and keys.
+// Prefetches to the L2 cache the norm weights and rotation that complete_heads reads in a layer.
 static __device__ void prefetch_head_weights(const TokenPlan &t, int layer, int pos) {
     int bytes = (int)sizeof(float) * t.cache.head_dim, i = 128 * threadIdx.x;
     const char *q_norm = (const char *)t.heads.q_norm, *k_norm = (const char *)t.heads.k_norm;
@@ -639,13 +639,14 @@ static __device__ void prefetch_head_weights(const TokenPlan &t, int layer, int 
     prefetch_line((const char *)(t.rotation + (size_t)pos * (t.cache.head_dim / 2)) + i);
 }
 
-// Prefetches to the L2 cache what the step after this one needs besides the matrix: the weights of
-// an RMSNorm, and the first n keys and values of the head that this block attends with first.
+// Prefetches to the L2 cache what the next step needs besides its matrix: the weights of an
+// RMSNorm, and before attention, the norm weights and rotation of heads and the keys and values
+// that head blockIdx.x attends to in the first n positions.
 static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &at,
                                          const LayerCache &cache, int n) {
     bool logits_follow = at.role == DOWN && at.layer + 1 == t.n_layers;
     const TokenProduct &next = t.products[logits_follow ? LOGITS : (at.role + 1) % 4];
-    size_t bytes = sizeof(float) * t.products[LOGITS].w.cols; // of a norm's weights
+    size_t bytes = sizeof(float) * t.products[LOGITS].w.cols; // bytes of a norm's weights
     size_t line = threadIdx.x * gridDim.x + blockIdx.x;       // the blocks share the lines
     if (next.norm && at.role != LOGITS && 128 * line < bytes) {
         const char *norm = (const char *)next.norm;
@@ -664,14 +665,14 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
     }
 }
 
-// Products are finished in pairs of rows: a row of w1 and the same row of w3 for GATE_UP, two rows
-// that follow each other otherwise.
+// Products are finished in pairs of rows: a row of w1 and the same row of w3 for GATE_UP, otherwise
+// two consecutive rows.
 struct RowPair {
     float a, b;     // the two products
     float2 operand; // QKV: cosine and sine, or biases; ATTENTION_OUT, DOWN: elements of x to add
 };
 
-// Returns the first row of the block's pair i; for GATE_UP, of w1.
+// Returns the first row of the block's pair i; for GATE_UP, the row of w1.
 static __device__ int first_row_of_pair(const BlockShare &at, int i) {
     return at.role == GATE_UP ? GROUP_ROWS / 2 * at.first + i : GROUP_ROWS * at.first + 2 * i;
 }
@@ -687,13 +688,13 @@ static __device__ float2 load_biases(const TokenPlan &t, int layer, int row) {
     return *(const float2 *)(biases + row);
 }
 
-// With CARRIED: receives elements `row` and `row` + 1 of x as it was before the layer's attention or
-// feed-forward. The thread that adds to them overwrites them.
+// With CARRIED: receives elements `row` and `row` + 1 of x as it was before the layer's attention
+// or feed-forward. The same thread later overwrites them with the sum.
 static __device__ float2 receive_operand(const TokenPlan &t, const BlockShare &at, int row) {
     size_t first = (size_t)t.token * t.table.cols + row; // in the embedding table
     if (at.step == ATTENTION_OUT)
         return {element_at(t.table, first), element_at(t.table, first + 1)};
-    // x is older than what the product multiplies by h, or by attention's result and queries
+    // DOWN multiplies the vector after x (h), ATTENTION_OUT the second one after x
     unsigned epoch = epoch_of(t, at.step) - (at.role == DOWN ? 1 : 2);
     float x[2];
     receive<1>(t.words.x + row, epoch, x);
@@ -792,9 +793,9 @@ static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squ
     return 1 / sqrtf(sum / dim + t.norm_eps);
 }
 
-// Completes a head of queries or keys, `raw` (head_dim,): its RMSNorm, unless `norm` (head_dim,) is
-// NULL, and its rotation; angles (head_dim / 2,): cosines and sines. Writes it to `out`, in shared
-// memory. By one warp.
+// Completes a head of queries or keys, `raw` (head_dim,): applies RMSNorm, unless `norm`
+// (head_dim,) is NULL, and the rotation by angles (head_dim / 2,): cosines and sines. Writes the
+// head to `out`, in shared memory. Called by one warp.
 static __device__ void complete_head(const TokenPlan &t, const float *raw, const float *norm,
                                      const float2 *angles, float *out) {
     int lane = threadIdx.x % 32, head_dim = t.cache.head_dim, half = head_dim / 2;
@@ -814,14 +815,14 @@ static __device__ void complete_head(const TokenPlan &t, const float *raw, const
 static __device__ uint32_t cache_word(float a) { return __float_as_uint(a); }
 static __device__ uint32_t cache_word(float a, float b) { return bits_of(to_halves(a, b)); }
 
-// Writes a key or value, vector (head_dim,) in shared memory, to the cache of KV head `head`: `to` is
-// cache.keys or cache.values. By one warp. All blocks that attend with the head write the same
-// vector, so none has to wait for another. The writes are volatile, because plain writes by several
-// blocks would be a data race.
+// Writes a key or value, vector (head_dim,) in shared memory, to the cache of KV head `head`: `to`
+// is cache.keys or cache.values. Called by one warp. All blocks that attend with the head write the
+// same vector, so no block has to wait for another. The writes are volatile, because plain writes
+// by several blocks would be a data race.
 template <typename CacheType>
 static __device__ void store_in_cache(const LayerCache &cache, void *to, int head, int pos,
                                       const float *vector) {
-    const int N = sizeof(uint32_t) / sizeof(CacheType); // numbers of a word
+    const int N = sizeof(uint32_t) / sizeof(CacheType); // numbers per word
     size_t at = cache_index(cache, head * cache.head_dim, pos);
     volatile uint32_t *words = (volatile uint32_t *)((CacheType *)to + at);
     for (int i = threadIdx.x % 32; i < cache.head_dim / N; i += 32) {
@@ -830,12 +831,12 @@ static __device__ void store_in_cache(const LayerCache &cache, void *to, int hea
     }
 }
 
-// Returns the weights of layer `layer`, given those of layer 0, which may be NULL.
+// Returns a pointer to the weights of layer `layer`, given that of layer 0, which may be NULL.
 static __device__ const float *head_weights_of(const TokenPlan &t, const float *first, int layer) {
     return first ? (const float *)((const char *)first + layer * t.stride.heads) : NULL;
 }
 
-// Completes query head h, and the key that it attends to at the token's position: a warp each.
+// Completes query head h, and the key that it attends to at the token's position, in a warp each.
 template <typename CacheType>
 static __device__ void complete_heads(const TokenPlan &t, const LayerCache &cache, int layer, int h,
                                       int pos, AttentionScratch *scratch) {
@@ -854,9 +855,10 @@ static __device__ void complete_heads(const TokenPlan &t, const LayerCache &cach
     }
 }
 
-// With CARRIED: receives the query of head part.h and completes it. Does so with the key and value
-// of the token's position too, if the position is in the block's part, and writes them to the cache,
-// where attend_block reads them. By a warp each. scratch->outs is free until attend_block.
+// With CARRIED: receives the query of head part.h and completes it. If the token's position is in
+// the block's part, also receives its key and value, completes the key, and writes both to the
+// cache, where attend_block reads them. Query, key and value have a warp each. scratch->outs is
+// free until attend_block.
 template <typename CacheType>
 static __device__ void receive_head(const TokenPlan &t, const LayerCache &cache, int layer,
                                     const HeadSplit &part, AttentionScratch *scratch) {
@@ -865,13 +867,13 @@ static __device__ void receive_head(const TokenPlan &t, const LayerCache &cache,
     int kv_head = part.h / (cache.n_heads / cache.n_kv_heads), pos = part.n - 1;
     if (what > VALUE || (what != QUERY && !has_last_position(part))) return;
     int heads_before = what == QUERY ? 0 : cache.n_heads + (what - KEY) * cache.n_kv_heads;
-    int head = heads_before + (what == QUERY ? part.h : kv_head); // among all heads of qkv
+    int head = heads_before + (what == QUERY ? part.h : kv_head); // index in all heads of qkv
     bool later = t.complete_later && what != VALUE;
     float *out = what == QUERY ? scratch->query : what == KEY ? scratch->key : scratch->outs;
     float *raw = later ? scratch->outs + (1 + what) * MAX_HEAD_DIM : out;
     for (int d = 2 * lane; d < head_dim; d += 64)
         receive<1>(t.words.qkv + head * head_dim + d, epoch_of(t, 4 * layer + QKV) + 1, raw + d);
-    __syncwarp(); // the lanes have received all of the head
+    __syncwarp(); // all lanes have received their parts of the head
     if (later) {
         const float *norm = what == QUERY ? t.heads.q_norm : t.heads.k_norm;
         complete_head(t, raw, head_weights_of(t, norm, layer),
@@ -894,7 +896,7 @@ static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache,
         int h = i / splits, d = threadIdx.x;
         HeadSplit part = {h, i % splits, splits, first_position(cache, n), n};
         if (CARRIED) {
-            if (i >= (int)gridDim.x) __syncthreads(); // the block has ended its head before
+            if (i >= (int)gridDim.x) __syncthreads(); // the block has finished its previous head
             receive_head<CacheType>(t, cache, layer, part, scratch);
         } else if (t.complete_later) complete_heads<CacheType>(t, cache, layer, h, n - 1, scratch);
         else load_query(cache, t.q, h, scratch);
@@ -913,7 +915,7 @@ static __device__ void attend_heads(const TokenPlan &t, const LayerCache &cache,
 
 // Computes one token, from its embedding to its logits and the largest of them. The layers'
 // matrices are of one type and have the same layout in all layers; the output matrix is of type
-// `last`. Grid: a block for each multiprocessor, launched cooperatively; block: BLOCK_WARPS warps.
+// `last`. Grid: one block per multiprocessor, launched cooperatively; block: BLOCK_WARPS warps.
 template <Type type, Type last, typename CacheType>
 static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     whole_token(const __grid_constant__ TokenPlan t, int token, int pos) {
@@ -924,7 +926,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     s.row_sums = s.xs + t.x_floats;
     s.squares = s.row_sums + t.sums_floats;
     int warp = threadIdx.x / 32, slot = 0;
-    // The barrier's bit cannot flip before this block arrives, so all blocks read the same bit.
+    // PHASE_BIT cannot flip before this block arrives, so all blocks read the same bit.
     unsigned phase = *(volatile unsigned *)t.arrived;
 
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
@@ -937,7 +939,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         for (int i = 0; i < t.slots; i++)
             copy_piece_async(t, ahead, s.slots + ((size_t)warp * t.slots + i) * SLOT_BYTES);
     }
-    // Every block writes the same embedding, so none has to wait for another. The writes are
+    // Every block writes the same embedding, so no block waits for another. The writes are
     // volatile, because plain writes by several blocks would be a data race.
     for (int i = threadIdx.x; !CARRIED && i < t.table.cols; i += BLOCK_THREADS)
         *(volatile float *)&t.x[i] = element_at(t.table, (size_t)token * t.table.cols + i);

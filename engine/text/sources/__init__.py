@@ -6,10 +6,10 @@ The sources of text that `--data`, and SOURCE of data.py, may name.
     NAME, NAME:ARGUMENT           a module NAME.py in this folder: add one to add a source
     a path                        a file, or a folder of files
 
-A module has one function, `documents(argument)`, which yields each document as a str. argument:
-what follows the colon, or "". The documents are written to a .jsonl file in the cache, and that is
-prepared like any other. They are written again when the module or the argument changes. doc/data.md
-has an example.
+A module has one function, `documents(argument)`, which yields each document: a str, or the dict of
+a conversation. argument: the text after the colon, or "". The documents are written to a .jsonl
+file in the cache, which is prepared like any other file. They are written again when the module,
+the argument or --column changes. doc/data.md has an example.
 """
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from engine.untrusted import open_untrusted
 
 STORIES = 60_000   # default number of stories, about 34 MB
 STORY_BYTES = 560  # average bytes of a story
-FOREIGN = "pyvenv.cfg", "trainer.json", "log.jsonl"  # files of an environment, and of runs
+FOREIGN = "pyvenv.cfg", "trainer.json", "log.jsonl"  # files in virtual environments and in runs
 
 
 @dataclasses.dataclass
@@ -41,21 +41,21 @@ class Source:
     """A source of text, found but not yet read."""
     text: str                # the source as the user wrote it
     name: str                # prefix of the name of the prepared folder
-    identity: list           # JSON that identifies the content; a change prepares the source again
+    identity: list           # JSON that identifies the content; if it changes, prepare again
     size: int                # bytes of text; 0 for stories
     is_exact: bool = True    # whether size is exact, not an estimate
     stories: int = 0         # number of built-in stories
     files: tuple = ()        # paths of the documents; () for stories
     stamps: tuple = ()       # file_stamps of the user's own files
-    left_out: str = ""       # what was left out of a folder, in words
+    left_out: str = ""       # description of what was left out of a folder
 
 
 def find_source(text, cache, column):
     """
-    Return the Source that a text names. Fails if there is no such source.
+    Return the Source that the str `text` names. Fails if there is no such source.
 
-    If a module of this folder is named, write its documents to the cache first. cache: a resolved
-    Path.
+    If it names a module of this folder, write the module's documents to the cache first. cache: a
+    resolved Path.
     """
     name, _, argument = text.partition(":")
     if name == "stories":
@@ -78,7 +78,7 @@ def find_source(text, cache, column):
 
 
 def source_size(text, cache, column):
-    """Estimate the bytes of text of a source. Fails if there is no such source."""
+    """Estimate the bytes of text in a source. Fails if there is no such source."""
     source = find_source(text, cache, column)
     if source.stories:
         return source.stories * STORY_BYTES
@@ -128,10 +128,10 @@ def generated(name, argument, cache, column):
 
 def text_files(path, cache, column):
     """
-    Return (files to read, sorted; what was left out, in words) of a path.
+    Return (sorted files to read, description of what was left out) of a path.
 
-    A file is read itself, a folder as `walk` says. Fails if there is no text. cache: the resolved
-    Path of a folder to skip.
+    The path is a file, or a folder, in which `walk` selects files. Fails if there is no text.
+    cache: the resolved Path of a folder to skip.
     """
     files, left_out = walk(path, cache, column) if path.is_dir() else ([path], "")
     if not files:
@@ -151,10 +151,10 @@ def text_files(path, cache, column):
 
 def walk(path, cache, column):
     """
-    Return (files to read in a folder and below, sorted; what was left out, in words).
+    Return (sorted files to read in a folder and its subfolders, description of what was left out).
 
-    These are its documents (see readers.has_documents). If its other text files are larger together
-    than its documents, as in a source tree, these are read too.
+    The files to read are the documents (see readers.has_documents). If the other text files are
+    larger in total than the documents, as in a source tree, they are read too.
     """
     def stop(e):
         raise e
@@ -194,7 +194,7 @@ def total_size(files):
 
 
 def is_within(link, folder):
-    """Return whether the file that a link leads to is below a folder."""
+    """Return whether the target of a link is inside a folder."""
     return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(folder))
 
 
@@ -207,26 +207,26 @@ def is_foreign(folder, cache):
 
 
 def file_stamps(files):
-    """Return [path, bytes, time of last change in ns] per file, to compare later for changes."""
+    """Return [path, bytes, time of last change in ns] of each file, to detect later changes."""
     stats = [(path, path.stat()) for path in map(Path, files)]
     return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def unpacked_size(path):
-    """Return the size in bytes after unpacking: as a .gz file records it, else estimated."""
+    """Return the bytes after unpacking: the size that a .gz file records, otherwise an estimate."""
     size = path.stat().st_size
     if path.suffix == ".gz" and size >= 18:
         with open_untrusted(path) as f:
             f.seek(-4, os.SEEK_END)
             recorded = int.from_bytes(f.read(), "little")
-        # It is modulo 4 GiB, and that of the last member only: use it if it is plausible.
+        # The recorded size is modulo 4 GiB, and of the last member only: use it if plausible.
         if size / 2 <= recorded <= 20 * size:
             return recorded
     return size * (readers.PACKED | {".parquet": 2}).get(path.suffix, 1)
 
 
 def text_share(path, column):
-    """Return the share of text in the bytes of a .jsonl file, by its first lines; 1 for others."""
+    """Return the fraction of text in the first lines of a .jsonl file; 1 for other files."""
     if path.suffix != ".jsonl":
         return 1
     with open_untrusted(path) as f:

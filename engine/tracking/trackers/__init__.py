@@ -1,7 +1,7 @@
 """
 The trackers, one file each. To add a tracker, add a file here with a subclass of
 engine.tracking.destination.Destination: find_trackers() finds it. The method __init__ of the class
-imports the tracker's package, so that a missing package matters only to runs that use the tracker.
+imports the tracker's package, so that a missing package affects only runs that use the tracker.
 """
 import functools
 import importlib
@@ -28,5 +28,5 @@ def find_trackers():
             continue
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Destination):
-                found[file.name] = value  # the last one: Destination, imported, comes before it
+                found[file.name] = value  # keep the last one: the imported Destination comes first
     return found

@@ -10,8 +10,8 @@ from engine.tracking.network import is_reachable
 class SwanLab(Destination):
     """
     A SwanLab run. SWANLAB_MODE, if set, is its mode. Otherwise it is online if SWANLAB_API_KEY or a
-    login is found and the server can be reached, and else offline: `swanlab sync` uploads it later
-    from out_dir/swanlab.
+    login is found and the server can be reached. If not, it is offline, and `swanlab sync` uploads
+    it later from out_dir/swanlab.
     """
     title, package, knob = "SwanLab", "swanlab", "swanlab_log"
     variables = {"project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME",

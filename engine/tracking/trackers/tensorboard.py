@@ -12,8 +12,8 @@ class TensorBoard(Destination):
 
     def __init__(self, session):
         """
-        Open the folder for more event files. Points after session.last_row, the last row that stays
-        in log.jsonl, are dropped: this session writes them again.
+        Open the folder for more event files. Points after session.last_row, the last row kept in
+        log.jsonl, are dropped, because this session writes them again.
         """
         from torch.utils.tensorboard import SummaryWriter
         self.tokens = session.last_row.get("tokens")

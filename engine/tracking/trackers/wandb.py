@@ -18,7 +18,7 @@ from engine.tracking.wandb_client import (
     COUNT_SECONDS, about, client_records, client_rows, count_rows, existing_folders, file_settings,
     reason, user_setting, wandb_mode, wandb_run, wandb_server)
 
-SERVER_SECONDS = 15  # max wait for the server; after it the run is offline
+SERVER_SECONDS = 15  # max wait for the server; then the run is offline
 
 
 class Wandb(Destination):
@@ -37,7 +37,7 @@ class Wandb(Destination):
         """
         self.session, self.counts_rows = session, mode is None
         mode, why = mode or wandb_mode()
-        # Artifacts wait for their upload in the run's folder instead of the home folder.
+        # Artifacts wait for their upload in the client's folder `wandb`, not in the home folder.
         folder = os.path.join(os.environ.get("WANDB_DIR", "."), "wandb")
         os.environ.setdefault("WANDB_DATA_DIR", folder)
         os.makedirs(os.environ["WANDB_DATA_DIR"], exist_ok=True)
@@ -70,8 +70,8 @@ class Wandb(Destination):
 
     def init(self, mode, why):
         """
-        Return (run, mode, why). Start the run offline if it cannot start online because the server,
-        though it can be reached, refuses or fails.
+        Return (run, mode, why). If the server can be reached but refuses or fails, start the run
+        offline.
         """
         settings = {"init_timeout": SERVER_SECONDS, "login_timeout": SERVER_SECONDS,
                     "finish_timeout": FINISH_SECONDS, "silent": True, "console": "off",
@@ -79,9 +79,9 @@ class Wandb(Destination):
         if trainer := self.session.trainer:
             settings |= {"console": "wrap", "finish_timeout": 0, "program": sys.argv[0],
                          "x_stats_pid": trainer}  # record this process's use of CPU and memory
-            if not IS_WINDOWS:  # there a signal would end it before it has saved
+            if not IS_WINDOWS:  # there the signal would end training before it saves
                 settings["stop_fn"] = lambda: os.kill(trainer, signal.SIGINT)  # stop button
-        # Settings given in code would override the user's, so leave those out.
+        # Settings given in code would override the user's, so leave out what the user has set.
         settings = {name: v for name, v in settings.items() if user_setting(name) is None}
         settings["git_remote_url"] = redact(user_setting("git_remote_url") or git_remote())
         options = {"config": self.session.config, "settings": self.wandb.Settings(**settings),
@@ -92,7 +92,7 @@ class Wandb(Destination):
         except self.wandb.errors.CommError as e:
             if mode != "online":
                 raise
-            self.wandb.teardown()  # else the client refuses the id as in use
+            self.wandb.teardown()  # otherwise the client refuses the id as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", **options), "offline", why
 
@@ -118,7 +118,7 @@ class Wandb(Destination):
         x = self.session.x
         for name in ("iter", "tokens"):
             self.run.define_metric(name, summary="last")
-        for name in TABLES:  # hide the metrics that the client makes of columns
+        for name in TABLES:  # hide the metrics that the client derives from columns
             self.run.define_metric(f"tables/{name}.*", hidden=True)
         self.run.define_metric("*", step_metric=x)
         self.run.define_metric("loss/val", step_metric=x, summary="min,last")
@@ -237,7 +237,7 @@ class Wandb(Destination):
         run = {"entity": self.run.entity, "project": self.run.project, "id": self.run.id}
         try:
             rows = count_rows(run, expected)
-        except Exception as e:  # whatever a broken server answers
+        except Exception as e:  # a broken server may answer anything
             self.say(f"warning: it is not known which of the run's {expected} rows W&B has "
                      f"({redact(reason(e))}){remedy}")
             return
