@@ -601,8 +601,8 @@ def side(name):
         for one in groups_of(read_runs(run_folders([around]))):
             if one.name == name:
                 return one
-    fail(f"{name}: expected a folder of runs, or a group as the table of "
-         f"`python compare.py {around}` names it")
+    fail(f"{name}: expected a folder of runs, or the name of a group in the table of "
+         f"`python compare.py {around}`")
 
 
 def check_side(one):
@@ -613,7 +613,7 @@ def check_side(one):
     ignored = incidental(one.runs) | {*VERSION}
     if others := [name for name in differences(one.runs) if name not in ignored]:
         fail(f"{one.name}: its runs differ in {', '.join(others[:5])}; expected runs that differ "
-             "in the seed alone: name a folder or a group of them")
+             "only in the seed; name a folder or a group of such runs")
 
 
 def verdict_sides(folders):
@@ -664,8 +664,8 @@ def notes_on(comparison):
     """Return the caveats of a comparison, as lines."""
     notes, metric, found = [], comparison.metric, comparison.runs
     if metric in ("loss/val", "loss/train") and vocabularies_differ(found):
-        notes.append("vocabularies differ, so losses per token do not compare; "
-                     "--metric=bpb/val does")
+        notes.append("vocabularies differ, so losses per token are not comparable; "
+                     "use --metric=bpb/val")
     for one in comparison.groups:
         missing = len(one.runs) - one.summary(metric)["n"]
         if len(one.runs) > 1 and missing:
@@ -685,7 +685,7 @@ def validation_notes(a, b):
     sizes = {repr(meta.get("val_bytes")) for run in (*a.runs, *b.runs)
              if isinstance(meta := run.config.get("dataset"), dict)}
     if len(sizes) > 1:
-        return ["their validation texts differ, so a difference may be that of the texts"]
+        return ["their validation texts differ, so a difference may come from the texts"]
     return []
 
 

@@ -32,7 +32,7 @@ from engine.untrusted import MAX_JSON, MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
 STARTED = time.monotonic()  # a run's time budget counts from here, so it includes importing torch
-NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
+NO_STDOUT = "stdout cannot be written ({}); free disk space, or send the output elsewhere"
 # {type: (min, max, words for a message)} of a knob's absolute value; 0 is always allowed. JSON
 # holds integers below 2^53 exactly.
 RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),
@@ -85,8 +85,8 @@ sys.excepthook = end
 
 def needs_posix(what):
     """Return the message that a program does not run on Windows, which lacks `what`."""
-    return (f"needs Linux or macOS, because Windows lacks {what}; train.py and what it writes work "
-            "there, and this in WSL, the Windows Subsystem for Linux")
+    return (f"needs Linux or macOS, because Windows lacks {what}; on Windows, run it in WSL "
+            "(Windows Subsystem for Linux); train.py and its files work without WSL")
 
 
 def missing(package):
@@ -101,7 +101,7 @@ def missing(package):
     if home.exists():
         return (f"use the project's: {python} {' '.join(sys.argv)}, or activate it first: "
                 f"{activate}")
-    return ("make demo sets up an environment, .venv, that has all; or here: pip install -r "
+    return ("make demo sets up an environment, .venv, with all packages; or here: pip install -r "
             "requirements.txt")
 
 
@@ -254,7 +254,7 @@ def run_config(text, path, known):
                       for node in nodes)
     # An empty file, or one of comments alone, uses no names and is accepted.
     if symbols and not imports_all and assigned.isdisjoint(known):
-        raise ValueError("it sets no knob")
+        raise ValueError("it contains no setting")
     # As builtins, the knobs can be read, but only names that the file itself sets are in `space`.
     space = {"__name__": "config", "__file__": path, "__builtins__": vars(builtins) | known}
     exec(compile(text, path, "exec"), space)
@@ -324,8 +324,8 @@ def print_help(g, common, positional):
             value, _, comment = knobs[name]
             print(f"  {f'--{name}={value}':<34} {type(value).__name__:<5} {comment}")
 
-    word = f"; a word by itself is {positional}" if isinstance(positional, str) else ""
-    print(f"{(g.get('__doc__') or '').strip()}\n\nKnobs, as --key=value or --key value{word}")
+    word = f"; a value without --key sets {positional}" if isinstance(positional, str) else ""
+    print(f"{(g.get('__doc__') or '').strip()}\n\nSettings, as --key=value or --key value{word}")
     if common:
         show("the most used", common)
     for section in dict.fromkeys(section for _, section, _ in knobs.values()):
@@ -391,8 +391,8 @@ class Overrides:
         value = convert(key, value, self.defaults[key], where)
         is_changed = key in self.typed and self.g[key] != value
         if is_changed and not word and os.environ.get("RANK", "0") == "0":
-            print(f"note: {where} sets {key}={value}, which overrides {self.typed[key]}; what "
-                  f"comes last counts", file=sys.stderr)
+            print(f"note: {where} sets {key}={value}, which overrides {self.typed[key]}; the "
+                  f"last one counts", file=sys.stderr)
         self.given[key], self.g[key] = self.g[key], value
         self.typed.pop(key, None)
         if word:

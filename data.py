@@ -252,7 +252,7 @@ class ConversationDataset(Dataset):
         for split, found in self.cuts.items():
             if not len(found.pieces):
                 fail(f"{self.folder}: no turn of the {split} split fits into the context of "
-                     f"max_seq_len={self.seq_len} tokens; use a longer one")
+                     f"max_seq_len={self.seq_len} tokens; use a longer context")
         pieces = self.cuts["train"].pieces
         order, self.edges = pack(lengths_of(pieces), size)
         self.packed, self.n_rows = pieces[order], len(self.edges) - 1  # of the training split
@@ -333,7 +333,7 @@ class ConversationDataset(Dataset):
         if too_long:
             notes += f"; turns left out, longer than the context: {too_long:,}"
         return (f"{meta['train_documents']:,} conversations to train on, {meta['val_documents']:,} "
-                f"to validate; {self.answer_share:.0%} of the tokens are answers, which alone are "
+                f"to validate; {self.answer_share:.0%} of the tokens are answers, the only "
                 f"targets; packed in {self.n_rows:,} rows, {full:.0%} full{notes}")
 
     @property

@@ -344,8 +344,8 @@ def save_picture(matrix, names, folder):
     path = Path(folder, "confusion.svg")
     try:
         if path.exists() and not path.read_bytes().startswith(charts.HEAT_MAP.encode()):
-            print(f"warning: {path} is not of evaluate.py; move it elsewhere for the picture of "
-                  "the confusion matrix")
+            print(f"warning: {path} was not written by evaluate.py; move it elsewhere to get the "
+                  "picture of the confusion matrix")
             return
         write_atomic(path, charts.heat_map(matrix, names, "actual", "expected"))
     except OSError as e:
@@ -462,10 +462,10 @@ def read_conversations(path):
     def parse(record):
         key = format_of(record, ())
         if key is None:
-            raise ValueError("it is no conversation")
+            raise ValueError("it is not a conversation")
         turns = conversation(record, key)
         if not turns or turns[-1][0] != "assistant":
-            raise ValueError("its last turn is no answer")
+            raise ValueError("its last turn is not an answer")
         return turns, str(record.get("set", "")), str(record.get("kind", ""))
 
     if path == "questions":
@@ -552,7 +552,7 @@ def report_answers(rows, lengths, groups):
     """
     guess = sum(share * count for *_, count, share in groups) / len(rows)
     yield (f"accuracy {share_right(rows):.4f} ({sum(row[0] for row in rows)} of {len(rows)}), "
-           f"{guess:.4f} by always giving the most frequent answer of a kind; "
+           f"{guess:.4f} by always giving the most frequent answer of each kind; "
            f"{lengths[0]:.1f} tokens on average, expected {lengths[1]:.1f}")
     if len(groups) > 1:
         yield ""

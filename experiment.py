@@ -207,8 +207,8 @@ class Side:
             raise Failed(f"the {self.name} left no config.json with its data in {run}")
 
     def too_slow(self, limit):
-        return (f"the {self.name} does not keep to the time: it was stopped after {limit:.0f} s, "
-                f"where the base takes {(limit - slower()[1]) / slower()[0]:.0f} s")
+        return (f"the {self.name} takes too long: it was stopped after {limit:.0f} s, "
+                f"and the base takes {(limit - slower()[1]) / slower()[0]:.0f} s")
 
     def score(self, number, scorer, texts):
         """Score the run of a seed with the base's code. Raises Failed, Interrupted."""
@@ -240,8 +240,8 @@ def check_flags(flags, program):
         if key is not None and key not in known:
             fail(f"{word}: train.py has no setting {key!r}; {advice(key, known)}")
         if key in OURS:
-            own = f"; before the -- expected --{OWN_FLAGS[key]}=N" if key in OWN_FLAGS else ""
-            fail(f"{word}: an experiment sets {key} of its runs{own}")
+            own = f"; give --{OWN_FLAGS[key]}=N before the --" if key in OWN_FLAGS else ""
+            fail(f"{word}: an experiment itself sets {key} of its runs{own}")
 
 
 def link_cache(source, target):
@@ -288,7 +288,7 @@ def compare_runs(base_side, change_side, folder):
         print(f"seed {number}: base {base_side.results[number]:.4f}, change "
               f"{change_side.results[number]:.4f} bits per byte", flush=True)
         if lost["change"] > lost["base"]:
-            raise Failed(f"the change's vocabulary does not give back {lost['change']} of the "
+            raise Failed(f"the change's vocabulary does not restore {lost['change']} of the "
                          f"validation texts, the base's {lost['base']}")
 
 
@@ -348,7 +348,7 @@ def show_ledger():
     widths = [max(map(width, column)) for column in zip(*table)]
     for row in table:
         print("  ".join(map(pad, row, widths)).rstrip())
-    print("difference: of bits per byte, change minus base; less is better")
+    print("difference: in bits per byte, change minus base; less is better")
 
 
 def diff_of(base_commit, change_commit):
@@ -371,7 +371,7 @@ def alone(folder):
         try:
             lock(f)
         except BlockingIOError:
-            fail("another experiment is running; wait for it: both would have less of the machine")
+            fail("another experiment is running; wait for it: two at a time slow each other down")
         yield
 
 

@@ -633,8 +633,8 @@ def write_peft(path, adapters, args, vocabulary, extra):
     configs |= tokenizer_configs(args, vocabulary, extra)
     write_folder(Path(path) / "adapter_model.safetensors", write_weights, configs, vocabulary)
     if checkpoint.is_own(base) or not (Path(base) / "config.json").exists():
-        print(f"PEFT adds the adapter to {base} as a Hugging Face folder: python export.py {base} "
-              "--format=hf writes it")
+        print(f"PEFT needs {base} as a Hugging Face folder; to write it: python export.py {base} "
+              "--format=hf")
 
 
 # ---- any format
@@ -677,8 +677,8 @@ def differences(vocabulary, format):
         yield ("transformers puts no space before a text that begins with one: it encodes such a "
                "text differently from ./run, except in conversations")
     if format not in ("gguf", "hf") and not vocabulary.add_dummy_prefix:
-        yield ("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has "
-               "none; --format=gguf can say so")
+        yield ("llama2.c's tokenizer.bin implies a space before every text, this vocabulary "
+               "adds none; --format=gguf can store that")
 
 
 def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64,
@@ -765,7 +765,8 @@ def refuse_foreign(target, format, args, vocabulary):
             checks[tokenizer_bin] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
     for path, is_ours in checks.items():
         if path.is_file() and not is_ours(path):
-            fail(f"{path}: is there and not known to be an export; move it, or give another --path")
+            fail(f"{path}: exists and is not known to be an export; move it, or give another "
+                 "--path")
 
 
 def main():
@@ -778,7 +779,7 @@ def main():
     if not path and not source.is_dir():  # beside stories15M.bin: stories15M.gguf, or the folder hf
         target = source.with_name(name.replace("model", source.stem))
     if source.is_file() and target.exists() and target.samefile(source):
-        fail(f"{target}: would be written over itself; give another --path")
+        fail(f"{target}: would overwrite the model to export; give another --path")
     state, args, vocabulary, extra = read_model(origin, tokenizer)
     adapters = read_adapters(origin) if format == "peft" else None
     resolved = source.resolve()

@@ -217,8 +217,8 @@ class CombinedOptimizer:
     Several torch.optim.Optimizer that update one model together. Their state is keyed by the names
     of the model's parameters, so that any number of ranks can resume it.
 
-    With `averaging`, it also keeps running averages of the weights. show_averages() puts them into
-    the model, where they stay until show_trained() puts back the weights that training goes on
+    With `averaging`, it also keeps running averages of the weights. use_averages() puts them into
+    the model, where they stay until use_trained() puts back the weights that training goes on
     from.
     """
 
@@ -264,12 +264,12 @@ class CombinedOptimizer:
             self.others = {p: p.detach().clone() for p in params}
         torch._foreach_lerp_([*self.others.values()], [*self.others], self.averaging)
 
-    def show_averages(self):
+    def use_averages(self):
         """Put the averages into the model, to evaluate or save it. Without any, do nothing."""
         if not self.model_has_averages:
             self.exchange()
 
-    def show_trained(self):
+    def use_trained(self):
         """Put the weights that training goes on from into the model."""
         if self.model_has_averages:
             self.exchange()

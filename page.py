@@ -28,7 +28,7 @@ from page.system import system
 from page.talk import Talk, model_files
 
 runs = "out"         # folder of runs
-host = "127.0.0.1"   # address to listen on; 127.0.0.1 serves this machine alone; 0.0.0.0 serves all
+host = "127.0.0.1"   # address to listen on; 127.0.0.1 serves only this machine;  0.0.0.0 serves all
                      # networks, unencrypted
 port = 8765          # port to listen on; 0: any free port
 serve = ""           # a run's folder or a model file: serve only OpenAI's API with this model, /v1;

@@ -18,7 +18,8 @@ static int *encode(const Run *r, Text text, bool bos, int *n) {
     return tokens;
 }
 
-// Returns whether the prompt is encoded with BOS. An empty prompt always is: it needs a token.
+// Returns whether the prompt is encoded with BOS. An empty prompt always is, because a text needs a
+// token to begin with.
 static bool wants_bos(const Run *r, Text prompt) { return r->info.add_bos || !prompt.n; }
 
 // Encodes the prompt, which must have at least one token.
@@ -34,7 +35,7 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
     const char *shown;
     size_t bytes;
     int flags = LLAMAC_TEXT_GO_ON | (r->raw ? LLAMAC_TEXT_RAW : 0);
-    // Without BOS, the first token is decoded as if it followed BOS
+    // decode as after BOS, even if the prompt is encoded without it
     llamac_text *text = llamac_text_new(r->model, r->info.bos, NULL, 0, flags, &error);
     if (!text) die("text", "%s", error.text);
     for (int i = 0; i < n; i++) {
@@ -49,14 +50,13 @@ static void show_prompt(const Run *r, Stream *s, const int *tokens, int n) {
 
 // Returns the library's message without the path at its beginning, because die prints the path.
 static const char *message_of(const llamac_error *error, const char *path) {
-    size_t n = strlen(path) < 200 ? strlen(path) : 200; // max bytes of a path in messages
+    size_t n = strlen(path) < 200 ? strlen(path) : 200; // the library shows at most this much of it
     return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2
                                                                             : error->text;
 }
 
-// Reads keys and values from the file of --prompt-cache, if it exists, for the tokens at the
-// beginning of its prompt that are the same in this one. The last token of this prompt is always
-// evaluated, for its logits.
+// Loads the KV cache in the file of --prompt-cache, if it exists, as far as its prompt and this one
+// begin alike. The last token of this prompt is always evaluated, for its logits.
 static void load_prompt(Run *r, Stream *s) {
     llamac_error error;
     const char *path = r->prompt_cache;
@@ -66,7 +66,7 @@ static void load_prompt(Run *r, Stream *s) {
     const int *tokens = llamac_sequence_tokens(saved);
     int n = 0, length = llamac_sequence_length(saved);
     while (n < length && n < s->length && tokens[n] == s->window[n]) n++;
-    if (n == s->length) r->prompt_cache = NULL; // the file has the whole prompt: keep it
+    if (n == s->length) r->prompt_cache = NULL; // the file has the whole prompt: leave it
     s->evaluated = n < s->length ? n : s->length - 1;
     if (!llamac_sequence_truncate(saved, s->evaluated, &error)) die(path, "%s", error.text);
     llamac_sequence_free(s->sequence);
@@ -86,8 +86,8 @@ static void must_use_grammar(Run *r, Stream *s, int max) {
     if (!use_grammar(r, s, max, &error)) die("--json-object", "%s", error.text);
 }
 
-// Begins the text of a prompt. Prompt and continuation have at most r->steps tokens together, not
-// counting BOS. `first` is NULL or a stream that has evaluated all tokens of the same prompt except
+// Begins the text that continues a prompt. Both have at most r->steps tokens together, not counting
+// BOS. `first` is NULL or a stream to copy, which has evaluated all tokens of the same prompt except
 // the last.
 static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     int n, *tokens = encode_prompt(r, prompt, &n);
@@ -98,8 +98,9 @@ static void begin_prompt(Run *r, Stream *s, Text prompt, const Stream *first) {
     s->done = n >= total;
     if (!s->done) {
         int context = r->options.positions;
-        // The last token is not evaluated, so r->steps positions are enough, even with BOS. The
-        // file of --prompt-cache may have a longer prompt, up to the whole context
+        // The last token of the text is sampled but not evaluated, so r->steps positions are
+        // enough, even with BOS. The file of --prompt-cache may have a longer prompt, up to the
+        // whole context
         int positions = r->steps < context && !r->prompt_cache ? r->steps : context;
         if (!r->engine) start_engine(r, positions);
         if (first) open_copy(r, s, first);
@@ -149,7 +150,7 @@ static void continue_texts(Run *r, Batch *b) {
     b->n_active = left;
 }
 
-// Prints the available output of the texts in order. Texts after one that is not done must wait.
+// Prints the available output of the texts in order. A text waits until all earlier ones are done.
 static void print_texts(Run *r, Batch *b) {
     for (; b->printed < b->n; b->printed++) {
         Stream *s = &b->streams[b->printed];
@@ -158,7 +159,8 @@ static void print_texts(Run *r, Batch *b) {
         end_line(r, s);
         if (!s->max)
             fprintf(stderr,
-                    "nothing was added: the prompt has %d tokens, and -n %d counts them too\n",
+                    "no text was generated: the prompt has %d tokens, and -n %d includes them; "
+                    "use a larger -n\n",
                     s->prompt_tokens - r->info.add_bos, r->steps); // -n does not count BOS
         if (b->printed < b->n - 1) print_bytes("---\n", 4);
         free(s->out.s);
@@ -227,8 +229,8 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
 }
 
 // Alternates turns of user and assistant until the input ends. The first message may come from -i
-// or -f, the system prompt from -y. If the user enters an empty system prompt, the one in the
-// file's template is used.
+// or -f, the system prompt from -y. If the user enters an empty system prompt, the template's own
+// is used.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
     Stream stream = {.sampler = r->sampler}, *s = &stream;
     bool pending = false; // the last answer was cut off: its last token is not in the window yet
@@ -236,7 +238,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     if (system) append_string(&prompt, system);
     else ask(&r->input, "Enter system prompt (optional): ", &prompt);
     append(&prompt, "", 1); // the zero at the end of a C string
-    if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
+    if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it contains a zero byte");
     if (!system && *prompt.s) system = prompt.s;
     start_engine(r, r->options.positions);
     open_stream(r, s);
@@ -458,9 +460,9 @@ static void bench(Run *r, double began, int n_texts, bool json) {
                   "prompt of %4d tokens  %12.1f tokens/s\n"
                   "decoding %4d tokens   %12.1f tokens/s\n"
                   "weights per token      %12.0f bytes\n"
-                  "read while decoding    %12.2f GB/s\n"
-                  "read without computing %12.2f GB/s\n"
-                  "share of that reached  %12.3f\n"
+                  "weights read, decoding %12.2f GB/s\n"
+                  "weights read, alone    %12.2f GB/s\n"
+                  "ratio of these two     %12.3f\n"
                   "peak memory            %12.1f MiB\n",
            llamac_threads(r->engine), n_texts, first_token * 1e3, n, prompt_speed, decoded,
            n_texts * calls, bytes, bytes * calls / 1e9, median(bandwidth, runs) / 1e9,

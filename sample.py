@@ -51,7 +51,7 @@ def check_settings():
         if not valid:
             fail(f"{name} is {value}, expected {expected}")
     if prompt not in ("auto", "") and prompts:
-        fail(f"--prompts={prompts}: expected no --prompt beside it")
+        fail(f"--prompts={prompts} and --prompt: expected one of them")
     if attention and not (prompt and attention.endswith(".html")):
         fail(f"--attention={attention}: expected a name that ends in .html, "
              "and a --prompt to look at")
@@ -111,7 +111,7 @@ def main():
             # The model never reads the last token, so context + 1 tokens still fit.
             if len(tokens) > context + 1 and not warned:
                 warned = True
-                print(f"the context of {context} tokens is full: it slides over the text",
+                print(f"the context of {context} tokens is full: the oldest tokens are dropped",
                       file=sys.stderr)
             text = without_controls(vocabulary.decode(tokens))
             print("\n" * (n > 0) + text, flush=True)

@@ -145,7 +145,8 @@ class Ledger:
                 rows.append(parse_json(line))
         rows = [row for row in rows if isinstance(row, dict)]
         if lines and (not rows or rows[0].get("made_by") != "llamac"):
-            fail(f"{path}: is not of a sweep; move it elsewhere, or give another --out_dir")
+            fail(f"{path}: was not written by a sweep; move it elsewhere, or give another "
+                 "--out_dir")
         self.rows = {row["trial"]: row for row in rows if type(row.get("trial")) is int}
         if not lines:
             self.write({"made_by": "llamac", "sweep": file, "seed": seed})
@@ -157,8 +158,8 @@ class Ledger:
         try:
             self.file.write((dumps(row) + "\n").encode())
         except OSError as e:
-            fail(f"{self.file.name}: cannot be written ({e.strerror}); make room, then the same "
-                 "command continues the sweep")
+            fail(f"{self.file.name}: cannot be written ({e.strerror}); free disk space, then the "
+                 "same command continues the sweep")
 
     def note(self, trial):
         """Append the state of a trial."""
@@ -401,7 +402,7 @@ class Sweep:
         """Begin a trial: record it, open the file for its output, and start its program."""
         path = self.folder / f"{trial.number}.txt"
         if trial.number not in self.ledger.rows and path.exists():
-            fail(f"{path}: is in the way of a trial's output; give another --out_dir")
+            fail(f"{path}: exists, but a trial's output needs this name; give another --out_dir")
         trial.status = "started"
         self.ledger.note(trial)
         taken = {one.slot for one in self.running}
@@ -648,8 +649,8 @@ class Sweep:
             lines.append(f"note: --prune has no effect before {MIN_FINISHED} trials have finished")
         changed = [name for name in VOCABULARY if varies(self.content, name)]
         if self.metric.startswith("loss/") and changed:
-            lines.append(f"note: with another {changed[0]} losses per token do not compare; bits "
-                         "per byte do, as with metric: {name: bpb/val}")
+            lines.append(f"note: trials with another {changed[0]} are not comparable by loss per "
+                         "token, only by bits per byte, as with metric: {name: bpb/val}")
         return [line for line in lines if line]
 
     def table(self):
@@ -768,11 +769,11 @@ def check_options(sweep):
         fail(f"--seeds={seeds}: {file} has seeds, too; expected one of them")
     number = parameters.get("seeds", {}).get("value", seeds)
     if varies(sweep, "seeds") or type(number) is not int or number < 1:
-        fail(f"{file}: seeds is {parameters['seeds']!r}, expected value: and a whole number")
+        fail(f"{file}: seeds is {parameters['seeds']!r}, expected value: with a whole number")
     first = parameters.get("seed", {}).get("value", seed)
     if number > 1 and (varies(sweep, "seed") or type(first) is not int):
         fail(f"{file}: seed is {parameters['seed']!r}, and each trial has {number} seeds; expected "
-             "value: and the first of them")
+             "value: with the first seed")
 
 
 def main():

@@ -520,8 +520,8 @@ def pre_tokenizer(tokenizer, path):
     # llama.cpp derives this from the pre-tokenizer's name: only llama-bpe has it.
     ignores = bool(model.get("ignore_merges"))
     if ignores != (found == "llama-bpe"):
-        fail(f"{path}: ignore_merges is {ignores}, with the pre-tokenizer {found} expected "
-             f"{not ignores}, as llama.cpp has it")
+        fail(f"{path}: ignore_merges is {ignores} with the pre-tokenizer {found}, expected "
+             f"{not ignores} as in llama.cpp")
     return found
 
 
@@ -718,7 +718,7 @@ def merge_added_tokens(tokenizer, path):
         i = int(i)
         if token["content"] != spelled.get(i, token["content"]):
             fail(f"{path}: token {i} is {spelled[i]!r}, but {token['content']!r} in the "
-                 "tokenizer_config.json beside it; one of the two is another model's")
+                 "tokenizer_config.json in its folder; one of the two belongs to another model")
         added[i] = {"id": i, **flags, **added.get(i, {}), **token}
     tokenizer["added_tokens"] = [added[i] for i in sorted(added)]
 
@@ -915,7 +915,7 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
         fail(f"--vocab_size={vocab_size}: too small for this text, expected at least {low} "
              f"(3 specials, 256 bytes, {low - 259} characters)")
     if high:
-        fail(f"--vocab_size={vocab_size}: this text does not hold so many pieces, "
+        fail(f"--vocab_size={vocab_size}: this text is too small for so many pieces, "
              f"expected at most {high}")
     Path(out_path).write_bytes(model)
     return Tokenizer.load(out_path)
@@ -977,7 +977,7 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     learned = json.loads(start.model.to_str())["model"]
     names = sorted(learned["vocab"], key=learned["vocab"].get)
     if exact and len(names) < vocab_size:
-        fail(f"--vocab_size={vocab_size}: this text does not hold so many pieces, "
+        fail(f"--vocab_size={vocab_size}: this text is too small for so many pieces, "
              f"expected at most {len(names)}")
     pieces = [(name.encode(), 0.0, CONTROL) if name in ("<s>", "</s>")
               else (bytes_of(name), 0.0, NORMAL) for name in names]

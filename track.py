@@ -87,8 +87,8 @@ def make_or_fail(session, *arguments):
     try:
         return make_tracker(session, *arguments)
     except OSError as e:
-        fail(f"--out_dir={session.out_dir}: cannot be written ({untrusted.reason(e)}); make "
-             "room or choose another folder")
+        fail(f"--out_dir={session.out_dir}: cannot be written ({untrusted.reason(e)}); free "
+             "disk space or choose another folder")
 
 
 # ---- any other program --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Train a Llama from scratch.
     python train.py out/my/config.json --seed=2     repeat a run, here with another seed
     torchrun --nproc_per_node=4 train.py ...        many GPUs
 
-The settings are the globals below; the loop is at the end.
+The settings are the globals below; the loop is in train().
 """
 import gc
 import math
@@ -60,8 +60,8 @@ from optim import (LossScale, SpikeDetector, check_optimizer, learning_rate_at, 
 from track import Tracker, source_version, start_tracking
 
 # ---- output
-out_dir = "auto"            # folder for checkpoints, log.jsonl and model.gguf; auto: out/<data>,
-                            # after the name of the data
+out_dir = "auto"            # folder for checkpoints, log.jsonl, result.json and model.gguf; auto:
+                            # out/<data>, after the name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
 eval_iters = 50             # tokens of the validation split that an evaluation reads, in units of
                             # 1024; 0: all. Of the training split it reads a quarter of that, see
@@ -72,12 +72,11 @@ early_stop = 0              # after this many evaluations in a row without a new
                             # to the best weights and end after a few final steps; 0: never
 always_save_checkpoint = False  # keep every checkpoint instead of the newest and the best
 init_from = "auto"          # auto: resume the run in out_dir if there is one, else start; force:
-                            # the same, even if batch, data, seed or context have changed; scratch;
+                            # like auto, even if batch, data, seed or context have changed; scratch;
                             # resume; or the path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
-                            # the data. 0: no budget, but 5 minutes (20 on a GPU) for a new model
-                            # on data other than stories, unless depth, max_iters or max_minutes
-                            # is set
+                            # the data. 0: none; but a new model on data other than stories gets 5
+                            # (20 on a GPU) unless depth, max_iters or max_minutes is set
 max_minutes = 0.0           # save and stop after this many minutes, with the learning rate decayed
                             # to its final value; 0: no limit
 checks = "all"              # checks before the first step: all, none, a list (future,leak), or all
@@ -128,9 +127,9 @@ hidden_dim = 0              # width of the feed-forward; 0: 8/3 dim, rounded up 
                             # multiple_of
 multiple_of = 32            # the hidden width is rounded up to a multiple of this
 max_seq_len = 192           # context, in tokens
-first_seq_len = 0           # context of the first steps, in tokens: shorter is faster. It is
-                            # doubled until it reaches max_seq_len for the last tenth of the run; 0:
-                            # max_seq_len throughout
+first_seq_len = 0           # context of the first steps, in tokens: shorter is faster. It doubles
+                            # in stages; the last tenth of the run has max_seq_len. 0: max_seq_len
+                            # throughout
 dropout = 0.0               # dropout probability after the embeddings and in each residual
                             # branch; 0 for large data, 0.1 for many epochs
 document_mask = True        # attention sees only its own document; False is faster with long
@@ -149,8 +148,8 @@ lora_targets = "all"        # matrices with an adapter: all of the blocks, or so
                             # up_proj
 # ---- optimization
 batch_size = 6              # sequences per forward pass; 0: as many as fit into memory
-gradient_accumulation_steps = 1  # forward passes per step, over all processes: a step has
-                                 # batch_size times this many sequences
+gradient_accumulation_steps = 1  # forward passes per step, summed over all processes: a step
+                                 # has batch_size times this many sequences
 max_iters = 3000            # number of steps
 optimizer = "muon"          # muon: Muon for the blocks' matrices and AdamW for the rest; adamw:
                             # AdamW for all; or another row of OPTIMIZERS in optim.py
@@ -184,8 +183,9 @@ device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bf32 (float32, but inputs of
                             # matrix products are rounded to bfloat16; auto on CPUs with AMX where
                             # faster), bfloat16, float16 (auto on V100 and T4)
-peak_tflops = 0.0           # peak TFLOPS per device, the reference for mfu; 0: from its data sheet,
-                            # or measured with a matrix product
+peak_tflops = 0.0           # peak TFLOPS per device, the reference for mfu (model FLOPs
+                            # utilization); 0: from its data sheet, or measured with a matrix
+                            # product
 fsdp = False                # split weights and optimizer over the processes (FSDP2) instead of
                             # copying them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
@@ -208,8 +208,8 @@ lr_find = False             # find a learning_rate: a ramp, then four rates for 
                             # prints a table, draws a picture
 profile = False             # profile 5 steps: a table of where the time goes, and a trace
 
-# How to build a short trial training. Trials measure the speed for the plan, and find the largest
-# batch that fits.
+# What a trial needs to build a model and its optimizer. Trials measure the speed for the plan, and
+# find the largest batch that fits.
 BUILD = costs.Build(ModelArgs.of, make_optimizer)
 
 
@@ -222,13 +222,13 @@ def train_step(t, step, x, y, spike_detector, update_norms, context=0):
     whether the step was taken, since the spike detector may refuse it.
     """
     context = context or x.shape[1]
-    # Dropout, like the batch, depends on the step only: a resumed run repeats it.
+    # Dropout, like the batch, depends on seed, step and rank alone: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
     # Every process has the same number of micro-batches.
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
     places = t.dataset.places(step) if t.teachers else None
-    # Mean number of targets per process. Each micro-batch's loss is weighted by its share of them,
-    # so that the mean over processes is the mean over all targets of the global batch.
+    # Targets per process, on average. Each micro-batch's loss is weighted by its share of this
+    # number, so that the mean over processes is the mean over all targets of the global batch.
     targets = distributed.total((y >= 0).sum().item()) / distributed.world
     grouped_queries = 0 < n_kv_heads < n_heads
     packed = document_mask and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
@@ -240,7 +240,7 @@ def train_step(t, step, x, y, spike_detector, update_norms, context=0):
         # None: the network masks other documents by model.bos_id, if that is set.
         documents = None
         if packed:
-            borders = yb if t.dataset.separator == BEGINS else xb
+            borders = yb if t.dataset.separator == BEGINS else xb  # of documents
             documents = ops.documents_of(borders, t.dataset.separator, t.device, cuda_graphs)
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
@@ -293,7 +293,7 @@ def evaluate(t):
             x, y = distributed.to_device(t.device, x, y)
             with t.amp:
                 loss = t.model(x, y)[1]
-            predictions = (y >= 0).sum() * is_counted  # 0 for the batch that an idle rank repeats
+            predictions = (y >= 0).sum() * is_counted  # 0: repeated by an idle rank
             total += torch.stack((loss.to(precise) * predictions, predictions))
         nats, predictions = distributed.mean(total).tolist()
         losses[split] = nats / predictions
@@ -304,9 +304,9 @@ def evaluate(t):
 def assess(t):
     """
     Evaluate. Return a row: losses in nats per token, "bpb/val" in bits per byte of text, samples,
-    and the metrics of the instruments.
+    and the metrics of engine/debug/instruments.py.
     """
-    t.opt.show_averages()
+    t.opt.use_averages()
     losses = evaluate(t)
     row = {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
     if not math.isfinite(losses["val"]):
@@ -341,7 +341,7 @@ def save(t, writer, metric, unlogged=()):
     not logged yet, which a resumed run logs first. If the disk fails, warn; the next save tries
     again. If the model is sharded, each process writes its slices.
     """
-    t.opt.show_averages()
+    t.opt.use_averages()
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
@@ -356,7 +356,7 @@ def save(t, writer, metric, unlogged=()):
         progress.warn_of(e)
         return
     step, best, extra = t.state["step"], t.state["best_step"], t.state["chat"]
-    keep_last = 0 if always_save_checkpoint else 1  # 0: keep all
+    keep_last = 0 if always_save_checkpoint else 1  # 0: no limit
 
     def work():
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
@@ -372,7 +372,7 @@ def save(t, writer, metric, unlogged=()):
             export_model(whole, t.args, t.dataset.tokenizer, path, extra={ITER: step} | extra)
 
     if distributed.master or sharded:
-        # Report a failed save before the next one begins, which may remove the failed one's files.
+        # Wait for the last save and report its failure: the next save may remove its files.
         progress.warn_of(writer.wait())
         writer.start(work)
 
@@ -383,7 +383,7 @@ def conclude(t, tracker, row):
     is on disk and what to type next. row: the row of the last step. Return the exit code: 0 if the
     last checkpoint, the models, the result and the whole log are on disk, else 2.
     """
-    t.opt.show_averages()
+    t.opt.use_averages()
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     never_evaluated = state["best_step"] is None
@@ -447,8 +447,8 @@ def check_export(args, model, tokenizer, chat):
     weights = lora.merged(weights, model.lora)
     unnamed = unnamed_parameters(weights, args)
     if unnamed and resume.leaves_out(checks, "export"):
-        say(f"warning: no model file has a name for {unnamed[0]}: this training writes "
-            f"checkpoints, and no model.gguf")
+        say(f"warning: model files have no name for {unnamed[0]}: this training writes "
+            f"checkpoints but no model.gguf")
         return False
     refuse_other_tensors(weights, args)
     return True
@@ -459,7 +459,7 @@ def main(config, steps=math.inf):
     Train, evaluate, or run a mode, as the settings of `config` ask. steps: max steps of this
     session. Return the Training and the exit code of the program.
     """
-    # ---- settings: resolved once, nothing changes them below -------------------------------------
+    # ---- settings: resolved once, constant below -------------------------------------------------
     device = distributed.setup(config.device, config.deterministic)
     if device.type == "cpu":
         hardware.keep_memory()
@@ -570,7 +570,7 @@ def train(t, steps=math.inf):
     if t.device.type == "cpu":
         opt.ready = writer.join  # the weights may not change while the writer reads them
     clock = state["clock"]
-    if "end" not in state:  # a repetition follows the clock of another run
+    if "end" not in state:  # not a repetition, which follows another run's clock
         budget_left = distributed.on_master(plan.training_seconds, minutes)  # seconds
         clock = progress.session_clock(clock, max_minutes, minutes, budget_left)
     signals = Signals(clock["seconds"], clock["end"])
@@ -607,7 +607,8 @@ def train(t, steps=math.inf):
             row |= stopwatch.read(record) | update_norms.take()
 
         with stopwatch.paused():
-            # At a stop: save before the evaluation, which may be cut short; a second save follows.
+            # At a stop: save before the evaluation, which may be cut short. If it isn't, a second
+            # save follows.
             if stop:
                 save(t, writer, math.inf, row)
 
@@ -637,7 +638,7 @@ def train(t, steps=math.inf):
             break
 
         # When the validation loss has stopped falling: back to the best weights, then a few last
-        # steps.
+        # steps; the step count goes on.
         if progress.stalled(config, state):
             last_step = progress.end_soon(config, last_step, model, opt, state, writer)
             state["last"] = last_step
@@ -652,7 +653,7 @@ def train(t, steps=math.inf):
         if weight_average:
             opt.averaging = 1 / (1 + weight_average * step)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
-        opt.show_trained()
+        opt.use_trained()
         x, y = t.dataset.batch(step)
         loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms, context)
         if taken:
@@ -668,7 +669,7 @@ def train(t, steps=math.inf):
         if compile and step == first_step:
             loss.item()  # waits for an asynchronous device
             compiling = time.perf_counter() - stopwatch.start
-            say(f"compile: the first step took {compiling:.1f} s; the speeds below leave it out")
+            say(f"compile: the first step took {compiling:.1f} s; the speeds below exclude it")
             stopwatch = Stopwatch(t.device)
     bar.close()
     progress.warn_of(writer.wait())
@@ -721,7 +722,7 @@ if __name__ == "__main__":
             raise
         reason = (str(e) or "MemoryError").splitlines()[0]
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
-             f"--gradient_accumulation_steps by as much ({reason})")
+             f"--gradient_accumulation_steps by the same factor ({reason})")
     except KeyboardInterrupt:
         fail("interrupted; what was saved before can be resumed")
     sys.exit(code)

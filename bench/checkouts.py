@@ -1,12 +1,13 @@
 """
-Compare two checkouts of llamac by the loss that they reach in the same time. Both train on the same
-text with the same time budget, at the same time, on one CPU core each. They swap the cores after
-every pair. Needs two cores and taskset (util-linux).
+Compare this checkout of llamac with an earlier one by the bits per byte that they reach within a
+time budget. Both train on the same text side by side, on one CPU core each. The next pair of runs
+has the cores swapped. Needs two cores and taskset (util-linux).
 
     python bench/checkouts.py my.txt other.txt --before=FOLDER --minutes=5 --seeds=1,2,3
 
-FOLDER is a clone of an earlier commit. The result of a run is that of its best checkpoint on the
-whole validation text, in bits per byte, computed by the checkout that trained it.
+FOLDER is a clone at the earlier commit. The result of a run is the bits per byte of its best
+checkpoint on the whole validation text, as its own checkout computes it. The table also has the
+change from before to after.
 """
 import concurrent.futures
 import itertools
@@ -21,17 +22,17 @@ import compare
 import own_text
 from configurator import configure, fail
 
-before = ""                 # folder of the other checkout
+before = ""                 # folder of the earlier checkout
 minutes = 1.0               # time budget of every run
 seeds = "1"                 # random seeds, separated by commas; a pair of runs for each
-out_dir = "out/checkouts"   # folder of the runs; existing runs are not repeated
+out_dir = "out/checkouts"   # folder of the runs; finished runs are reused
 
 ROOT = Path(__file__).resolve().parents[1]
-EVAL_TOKENS = 1024          # tokens per unit of eval_iters
+EVAL_TOKENS = 1024          # tokens that eval_iters counts as one
 
 
 def train(checkout, text, folder, seed, core):
-    """Train in `folder` with a checkout's train.py on one core, unless the run exists."""
+    """Train in `folder` with a checkout's train.py on one core, unless a run has finished there."""
     if (folder / "trained").exists():
         return
     command = ["taskset", "-c", str(core), sys.executable, f"{checkout}/train.py",
@@ -51,7 +52,7 @@ def bits_per_byte(checkout, text, folder):
 
 
 def measure_pair(text, seed, cores):
-    """Train both checkouts at the same time; return the bits per byte before and after."""
+    """Train with both checkouts at the same time; return the bits per byte before and after."""
     checkouts = [Path(before).resolve(), ROOT]
     folders = [Path(out_dir, f"{Path(text).stem}-{minutes:g}-{seed}", name).resolve()
                for name in ("before", "after")]
@@ -62,8 +63,10 @@ def measure_pair(text, seed, cores):
 
 def main(texts):
     cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        fail("one CPU core is available, expected two")
     changes = []
-    print("| text | seed | before | after | |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| text | seed | before | after | change |\n| --- | ---: | ---: | ---: | ---: |")
     for text, seed in itertools.product(texts, seeds.split(",")):
         old, new = measure_pair(str(Path(text).resolve()), seed, cores)
         changes.append(new / old - 1)
@@ -74,9 +77,9 @@ def main(texts):
 
 
 if __name__ == "__main__":
-    words = []
-    configure(globals(), positional=words)
-    if not words or not before:
+    texts = []
+    configure(globals(), positional=texts)
+    if not texts or not before:
         fail("no text or no --before; expected both, as in: "
              "python bench/checkouts.py my.txt --before=../old --minutes=5")
-    main(words)
+    main(texts)

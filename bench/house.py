@@ -44,7 +44,7 @@ def sources(commit):
         done = subprocess.run(["git", "archive", f"{commit}^{{commit}}"], cwd=ROOT,
                               capture_output=True)
         if done.returncode:
-            fail(f"{commit} is no commit of this repository; git log names those that are")
+            fail(f"{commit} is not a commit of this repository; git log lists them")
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
             found = {member.name: files.extractfile(member).read() for member in files
                      if member.isfile() and is_counted(member.name)}

@@ -34,7 +34,7 @@ PRINTF_LIKE(2, 3) _Noreturn static void die(const char *subject, const char *for
 
 static void *resize(void *p, size_t n, size_t size) {
     p = n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // + 1: never 0 bytes
-    if (!p) die("memory", "there is not enough");
+    if (!p) die("memory", "not enough is available");
     return p;
 }
 

@@ -109,7 +109,7 @@ static bool read_string(Json *j, Text *out) {
         } else if (known) append(out, &meanings[known - escapes], 1);
         else return refuse(j, "an unknown escape at byte %zu", j->at - 1);
     }
-    return refuse(j, "a string without an end");
+    return refuse(j, "a string has no closing quote");
 }
 
 // Reads a string as a C string: terminates it with a zero, and refuses a string that contains one.
@@ -146,7 +146,7 @@ static bool read_number(Json *j, double *value) {
     }
     size_t n = j->at - begin;
     if (!ok || n >= sizeof text)
-        return refuse(j, "expected a number%s at byte %zu", ok ? " of fewer digits" : "", begin);
+        return refuse(j, "expected a number%s at byte %zu", ok ? " with fewer digits" : "", begin);
     memcpy(text, j->s + begin, n);
     *value = strtod(text, NULL);
     return true;

@@ -93,7 +93,7 @@ static bool read_message(Json *j, Request *q) {
                     role.s);
     if (ok && !has_content) ok = refuse(j, "a message has no content");
     if (ok && is_system && (q->n_messages || q->system.s))
-        ok = refuse(j, "a system message that is not the first");
+        ok = refuse(j, "a system message is not the first message");
     if (ok && !is_system && is_user != user_is_next)
         ok = refuse(j, "messages[%d] is from the %s, expected the %s", index, role.s,
                     user_is_next ? "user" : "assistant");
@@ -200,7 +200,7 @@ static bool read_request(Json *j, Request *q) {
         ok = read_c_string(j, &name) && expect(j, ':');
         while (ok && i < N_FIELDS && strcmp(name.s, fields[i].name) != 0) i++;
         if (ok && i == N_FIELDS) ok = refuse(j, "unknown field '%.40s'", name.s);
-        if (ok && given[i]) ok = refuse(j, "the field '%s' is there twice", name.s);
+        if (ok && given[i]) ok = refuse(j, "the field '%s' appears twice", name.s);
         if (ok) given[i] = true;
         ok = ok && read_field(j, q, &fields[i]);
     }

@@ -271,7 +271,7 @@ static void end_line(Run *r, const Stream *s) {
     print_bytes("\n", 1);
     flush();
     if (s->slid && !r->told)
-        fprintf(stderr, "the context of %d tokens is full: it slides over the text\n",
+        fprintf(stderr, "the context of %d tokens is full: the oldest tokens are dropped\n",
                 llamac_positions(r->engine));
     r->told |= s->slid;
 }

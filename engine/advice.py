@@ -90,7 +90,7 @@ NO_COUNTERPART = [
     ("lora_alpha use_rslora",
      "lora_rank", "adapters are scaled by 16 / lora_rank; learning_rate does the rest"),
     ("lora_dropout",
-     "lora_rank", "--dropout is that of the model"),
+     "lora_rank", "--dropout applies to the whole model"),
     ("use_dora modules_to_save lora_bias",
      "lora_rank", "adapters and the rows of new tokens are trained, nothing else"),
     ("load_in_4bit load_in_8bit use_4bit use_8bit quantization_config quantization "
@@ -101,11 +101,10 @@ NO_COUNTERPART = [
      "top_p", "the number of tokens to choose from has no limit; --top_p limits their probability"),
     ("min_p typical_p repetition_penalty repeat_penalty presence_penalty frequency_penalty "
      "num_beams do_sample",
-     "top_p", "--temperature and --top_p decide alone; --temperature=0 takes the likeliest token"),
+     "top_p", "only --temperature and --top_p exist; --temperature=0 takes the likeliest token"),
     ("messages chat conversations chat_template apply_chat_template packing prompt_column "
      "response_column",
-     "init_from", "a training text is one string a document; write each conversation in it with "
-     "its marks"),
+     "init_from", "--data also reads conversations in .jsonl, such as examples/chats.jsonl"),
     ("num_experts n_experts moe n_experts_per_token num_experts_per_tok sliding_window",
      "init_from", "blocks are dense and attention reaches back over the whole context"),
     ("deepspeed deepspeed_config zero_stage",
@@ -115,7 +114,7 @@ NO_COUNTERPART = [
      "--always_save_checkpoint=True keeps all"),
     ("rope_scaling rope_factors rope_attention qk_norm head_width head_dim norm_eps rms_norm_eps "
      "layer_norm_eps layer_norm_epsilon",
-     "init_from", "--init_from keeps what the model has; ModelArgs in model.py has the defaults"),
+     "init_from", "--init_from keeps the model's values; ModelArgs in model.py has the defaults"),
     ("max_restarts",
      "supervise", "a supervised program is restarted at most 10 times"),
     ("max_skips",

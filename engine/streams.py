@@ -152,8 +152,8 @@ def outlast(name):
 
 def console_notes():
     """Return rows of the table `notes`: consoles that have failed since the last call."""
-    found = [[f"console/{name}", lost, f"bytes could not be written to {name} ({reason}): what the "
-              "program prints may be missing there from here on; training goes on"]
+    found = [[f"console/{name}", lost, f"bytes could not be written to {name} ({reason}): later "
+              "output of the program may be missing there; training continues"]
              for name, (lost, reason) in failures.items()]
     failures.clear()
     return found

@@ -45,16 +45,16 @@ def check(sweep):
     if sweep.get("method") not in ("grid", "random", "bayes"):
         refuse(f"method is {sweep.get('method')!r}, expected grid, random or bayes")
     for key in sweep.keys() - KEYS:
-        instead = "; --prune is for that here" if key == "early_terminate" else ""
-        refuse(f"{key!r} is not known here; run this sweep with wandb sweep, or remove it{instead}")
+        instead = "; use --prune instead" if key == "early_terminate" else ""
+        refuse(f"{key!r} is not supported; run this sweep with wandb sweep, or remove it{instead}")
     check_metric(sweep)
     for key in ("name", "description", "project", "entity"):
         if not isinstance(sweep.get(key, ""), str):
-            refuse(f"{key} is {sweep[key]!r}, expected a text")
+            refuse(f"{key} is {sweep[key]!r}, expected a string")
     command = sweep.get("command", COMMAND)
     check_command(command)
     if type(sweep.get("run_cap", 1)) is not int or sweep.get("run_cap", 1) < 1:
-        refuse(f"run_cap is {sweep['run_cap']!r}, expected a whole number from 1 on")
+        refuse(f"run_cap is {sweep['run_cap']!r}, expected a whole number of at least 1")
     if "${program}" in command:
         program(sweep)  # raises ValueError if the file does not exist
     known = knobs_of(sweep) if "${program}" in command else {}
@@ -64,7 +64,7 @@ def check(sweep):
             refuse(f"out_dir is {spec!r}, expected value: the folder for all trials; trial N "
                    "trains in out_dir/N")
         if known and name not in known:
-            refuse(f"{program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
+            refuse(f"{program(sweep)} has no setting {name!r}; {advice(str(name), known)}")
         if known and "values" in spec and type(known[name][0]) in (int, float):
             default = known[name][0]
             spec["values"] = [convert(name, str(value), default, "parameters", refuse)
@@ -83,7 +83,7 @@ def check_metric(sweep):
     if not valid:
         refuse(f"metric is {metric!r}, expected {METRIC}, or maximize")
     for key in metric.keys() - {"name", "goal", "target"}:
-        refuse(f"metric has {key!r}, which is not known here; run this sweep with wandb "
+        refuse(f"metric has {key!r}, which is not supported; run this sweep with wandb "
                "sweep, or remove it")
 
 
@@ -107,7 +107,7 @@ def check_command(command):
             refuse(f"command sets {word}, but the sweep gives each trial its own {key}; set "
                    "it under parameters")
     if not any(is_macro(word) and word.startswith("${args") for word in words):
-        refuse("command has no word ${args}, so trials would not get their values")
+        refuse("command lacks ${args}, so trials would not get their values")
 
 
 def is_macro(word):
@@ -150,7 +150,7 @@ def check_parameter(name, spec, method):
         refuse(f"{name} has values {spec['values']!r}, expected a list such as [1, 2]")
     weights, n = spec.get("probabilities"), len(spec["values"])
     if weights is not None and not are_weights(weights, n):
-        refuse(f"{name} has probabilities {weights!r}, expected {n} numbers from 0 on")
+        refuse(f"{name} has probabilities {weights!r}, expected {n} numbers of at least 0")
 
 
 def refuse_unused(name, spec, method):

@@ -136,7 +136,7 @@ def load_torch(path, mmap=False):
     found = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     # Twice, because tied weights are stored once and counted twice.
     if sum(tensor.nbytes for tensor in tensors_in(found, set())) > 2 * size:
-        raise ValueError(f"its tensors are larger than its {size:,} bytes hold")
+        raise ValueError(f"its tensors need more than the file's {size:,} bytes")
     return found
 
 

@@ -71,7 +71,7 @@ def judge(a, b, worth=None):
     if not len(x) or not len(y):
         raise ValueError("a group has no results; expected at least one in each")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("a result is not a finite number; leave such runs out and say so")
+        raise ValueError("a result is not a finite number; leave such runs out and report it")
     difference, samples = y.mean() - x.mean(), [y - x] if is_paired else [x, y]
     if worth is None:
         worth = rounded(max(abs(difference), WORTH * abs(np.concatenate((x, y)).mean())))
@@ -203,8 +203,8 @@ def sentence(verdict, a="A", b="B", unit="", lower_is_better=True):
         n += f" and {verdict.n_b}"
     if verdict.more is None:
         places = decimals_for(difference / 10)
-        return (f"not distinguishable: a single seed shows no noise, train at least 2 each, as by "
-                f"--seeds=2 ({b} minus {a}: {difference:,.{places}f}{unit}, {n})")
+        return (f"not distinguishable: a single seed shows no noise; train at least 2 each, as "
+                f"with --seeds=2 ({b} minus {a}: {difference:,.{places}f}{unit}, {n})")
     half = (high - low) / 2
     if low == high == 0:
         return f"no difference: {a} and {b} have the same results ({n})"

@@ -212,8 +212,8 @@ def library():
             function.restype, function.argtypes = result, arguments
             setattr(loaded, f"llamac_{name}", function)
     except (OSError, AttributeError) as e:
-        raise Error(f"{path} cannot be used ({e}); install the package again, or in a checkout "
-                    "make it with: make lib") from e
+        raise Error(f"{path} cannot be loaded ({e}); reinstall the package, or in a checkout "
+                    "run: make lib") from e
     return loaded
 
 
@@ -240,7 +240,7 @@ def c_integer(name, number):
     except TypeError:
         raise Error(f"{name} is {number!r}, expected a whole number") from None
     if not -1 << 31 <= number < 1 << 31:
-        raise Error(f"{name} is {number}, expected a number of 32 bits")
+        raise Error(f"{name} is {number}, expected a 32-bit number")
     return number
 
 
@@ -249,7 +249,7 @@ def token_array(tokens):
     tokens = np.asarray(tokens)
     if tokens.dtype != np.int32 and tokens.size:  # an empty list becomes a float64 array
         if tokens.dtype.kind not in "iu":
-            raise Error(f"tokens of type {tokens.dtype}, expected whole numbers")
+            raise Error(f"the tokens have type {tokens.dtype}, expected whole numbers")
         for token in tokens.min(), tokens.max():
             c_integer("a token", token)
     return np.ascontiguousarray(tokens, np.int32)
@@ -392,8 +392,8 @@ class Model:
         if roles[:1] == ["system"]:
             (_, system), *turns = turns
         if roles[-len(turns):] != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-            raise Error(f"messages of the roles {roles}, expected a system message if any, then "
-                        "user and assistant in turn, the user last")
+            raise Error(f"the roles of the messages are {roles}, expected an optional system "
+                        "message, then user and assistant in turn, ending with user")
         if not self.has_template:
             self.use_template()
         parts = []
@@ -606,7 +606,7 @@ class Engine:
         engine: its thread already holds the lock and would wait forever.
         """
         if self.lock_owner == threading.get_ident():
-            raise Error("a callback of the engine uses the engine, whose call has not ended")
+            raise Error("a callback of the engine must not use the engine")
         with self.lock, self.callbacks.deferring_exceptions():
             self.lock_owner = threading.get_ident()
             try:

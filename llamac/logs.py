@@ -79,8 +79,8 @@ def runs(*folders: str | Path) -> Runs:
     try:  # imported here, because the rest of the library needs only numpy
         from engine.tracking.runs import read_run, run_folders
     except ModuleNotFoundError as e:
-        raise llamac.Error(f"there is no package {e.name}, which reads logs; call this from the "
-                           "trainer's folder, or put that into PYTHONPATH") from None
+        raise llamac.Error(f"cannot import {e.name}, which reads logs; run this in the folder of "
+                           "train.py, or add that folder to PYTHONPATH") from None
     sys.excepthook = hook  # the import replaced it, as is right only for the project's commands
     found, problems = [], []
     for folder in run_folders(folders or ["out"]):
@@ -89,5 +89,5 @@ def runs(*folders: str | Path) -> Runs:
         except ValueError as e:
             problems.append(" ".join(str(e).split()))
     if not found:
-        raise llamac.Error(problems[0] if problems else "no folders; expected those of runs")
+        raise llamac.Error(problems[0] if problems else "no folders given, expected run folders")
     return Runs(found)

@@ -54,7 +54,7 @@ def typed(knobs, source="--{}"):
     for name, value in knobs.items():
         origin = source.format(name)
         if name not in known:
-            refuse(f"{origin}: train.py has no knob {name!r}; {advice(str(name), known)}")
+            refuse(f"{origin}: train.py has no setting {name!r}; {advice(str(name), known)}")
         if isinstance(value, (dict, list)):
             refuse(f"{origin}: expected a number, true, false or a text")
         value = value if isinstance(value, (bool, int, float)) else str(value)
@@ -222,7 +222,7 @@ def check_arguments(job, folder):
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not equals:
-            refuse(f"{word}: expected --knob=value")
+            refuse(f"{word}: expected --key=value")
         if not is_sweep or name == "out_dir":
             typed({name: value})
         elif name != "count" or not value.isdecimal():

@@ -64,5 +64,5 @@ def write_notes(folder, notes):
     except FileNotFoundError:
         pass
     except ValueError as e:
-        raise ValueError(f"{path}: cannot be read ({reason(e)}); mend it or move it") from e
+        raise ValueError(f"{path}: cannot be read ({reason(e)}); repair it or move it") from e
     write_atomic(path, json.dumps(notes, indent=1))

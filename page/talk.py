@@ -198,7 +198,7 @@ def refuse_unknown(given, known, prefix="", param=None):
     for name, value in given.items():
         if name not in known and value is not None:
             name = str(name)[:80]
-            message = f"{prefix}{name!r} is not a field that is used here, expected one of "
+            message = f"{prefix}{name!r} is not a supported field, expected one of "
             raise ApiError(message + ", ".join(sorted(known)), param or name, "unknown_parameter")
 
 

@@ -121,11 +121,11 @@ static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error
     CHECK(!text->failed, no_memory);
     Pair pair = {llamac_token_of(t, s.s, (int)left), llamac_token_of(t, space + 1, (int)right),
                  llamac_token_of(t, text->s, (int)text->n), rank};
-    CHECK(pair.left >= 0 && pair.right >= 0 && pair.merged >= 0, "merge %d, '%.*s': %s is no token",
-          rank, SHOWN(s, 80),
-          pair.left < 0    ? "the first"
-          : pair.right < 0 ? "the second"
-                           : "the whole");
+    CHECK(pair.left >= 0 && pair.right >= 0 && pair.merged >= 0,
+          "merge %d, '%.*s': %s is not a text token", rank, SHOWN(s, 80),
+          pair.left < 0    ? "the first part"
+          : pair.right < 0 ? "the second part"
+                           : "the result");
     return add_pair(t->byte_pairs, pair, e);
 }
 
@@ -173,7 +173,7 @@ bool llamac_byte_level(Tokenizer *t, const Value *v, Error *e) {
         if (p->n > t->byte_pairs->longest) t->byte_pairs->longest = p->n;
         for (int at = 0, length = 1; p->type == NORMAL && at < p->n; at += length)
             CHECK(byte_of_letter(p->s + at, p->n - at, &length) >= 0,
-                  "token %d is not spelled in GPT-2's letters of bytes", i);
+                  "token %d has a character outside GPT-2's byte alphabet", i);
     }
     Value merges = v[MERGES];
     CHECK(merges.present && merges.is_array && merges.kind == STRING,

@@ -136,10 +136,10 @@ static const Template *template_named(const char *name) {
 // The names of all templates as a list, for messages.
 typedef struct { char s[200]; } Names;
 
-static Names all_names(const char *before_last) {
+static Names all_names(void) {
     Names names = {""};
     for (int i = 0, n = 0; i < N_TEMPLATES; i++) {
-        const char *before = i == 0 ? "" : i < N_TEMPLATES - 1 ? ", " : before_last;
+        const char *before = i == 0 ? "" : i < N_TEMPLATES - 1 ? ", " : " or ";
         n += snprintf(names.s + n, sizeof names.s - n, "%s%s", before, templates[i].name);
     }
     return names;
@@ -587,13 +587,12 @@ static bool choose_template(const llamac_model *m, const char *name, Choice *cho
     if (name) choice->template = template_named(name);
     else if (!m->transformer.data) choice->template = template_named("llama2"); // GGUF sets data
     else TRY(read_source(source, choice, e));
-    CHECK(choice->template || !name, "'%.40s' is no template, expected %s", name,
-          all_names(" or ").s);
+    CHECK(choice->template || !name, "unknown template '%.40s', expected %s", name, all_names().s);
     if (!choice->nearest) choice->nearest = template_of_vocabulary(&m->tokenizer);
     CHECK(choice->template,
-          "%s%.*s%s; known are %s: name the one it was trained with, such as --template=%s",
+          "%s%.*s%s; choose the one it was trained with (%s), such as --template=%s",
           source.n ? "its chat template '" : "it has no chat template", SHOWN(source, 60),
-          source.n ? "...' is unknown" : "", all_names(" and ").s,
+          source.n ? "...' is unknown" : "", all_names().s,
           choice->nearest ? choice->nearest->name : "chatml");
     return true;
 }

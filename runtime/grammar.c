@@ -588,7 +588,7 @@ static bool require_structure(const Builder *b, const llamac_model *m, Error *e)
         if (b->begin[i + 1] - b->begin[i] == 1) present[(uint8_t)b->texts.s[b->begin[i]]] = true;
     for (const char *c = "{}[]:,\""; *c; c++)
         CHECK(present[(uint8_t)*c],
-              "the vocabulary cannot write JSON: no token is the character %c", *c);
+              "the vocabulary cannot write JSON: it has no token for the character %c", *c);
     return true;
 }
 

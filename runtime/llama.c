@@ -126,7 +126,7 @@ llamac_sequence *llamac_sequence_copy(const llamac_sequence *s, int n, Error *e)
     clear(e);
     if (!s) return fail(e, no_sequence), NULL;
     if (n < 0 || n > s->length)
-        return fail(e, "%d tokens of a sequence that has %d", n, s->length), NULL;
+        return fail(e, "%d tokens, but the sequence has %d", n, s->length), NULL;
     llamac_sequence *copy = llamac_sequence_new(s->engine, e);
     Backend *b = s->engine->backend;
     if (!copy) return NULL;
@@ -149,7 +149,7 @@ static bool drop_tokens(llamac_sequence *s, int n) {
 bool llamac_sequence_truncate(llamac_sequence *s, int n, Error *e) {
     clear(e);
     CHECK(s, no_sequence);
-    CHECK(n >= 0 && n <= s->length, "%d tokens of a sequence that has %d", n, s->length);
+    CHECK(n >= 0 && n <= s->length, "%d tokens, but the sequence has %d", n, s->length);
     CHECK(drop_tokens(s, n), no_memory);
     return true;
 }
@@ -212,17 +212,19 @@ llamac_sequence *llamac_sequence_load(llamac_engine *engine, const char *path, E
 static bool check_batch(const llamac_engine *engine, const llamac_batch_token *batch, int n,
                         size_t size, Error *e) {
     CHECK(n >= 1, "a batch of %d tokens, expected 1 or more", n);
-    CHECK(batch, "%d tokens at NULL, expected an array", n);
-    CHECK(size == sizeof *batch, "a llamac_batch_token of %zu bytes, expected %zu", size,
+    CHECK(batch, "the array of %d tokens is NULL", n);
+    CHECK(size == sizeof *batch, "llamac_batch_token has %zu bytes, expected %zu", size,
           sizeof *batch);
     int vocab_size = engine->model.config.vocab_size;
     for (int i = 0; i < n; i++) {
         const llamac_batch_token *t = &batch[i];
         CHECK(t->sequence, no_sequence);
-        CHECK(t->sequence->engine == engine, "token %d is of a sequence of another engine", i);
+        CHECK(t->sequence->engine == engine, "the sequence of token %d belongs to another engine",
+              i);
         CHECK(t->token >= 0 && t->token < vocab_size, outside_vocabulary, t->token, vocab_size);
         CHECK(t->position >= 0 && t->position < engine->positions,
-              "a token at position %d, but there is room for %d", t->position, engine->positions);
+              "a token at position %d, but the context has room for %d", t->position,
+              engine->positions);
     }
     return true;
 }
@@ -291,8 +293,7 @@ static bool evaluate(llamac_engine *engine, const llamac_batch_token *batch, int
         for (int i = 0; i < pass.n_runs; i++) {
             const Run *run = &pass.runs[i];
             CHECK(b->reserve(b, run->cache, run->pos, run->n),
-                  "not enough memory for the context; run needs less with a smaller -n or -c, or "
-                  "with --kv q8");
+                  "not enough memory for the context; use a smaller -n or -c, or --kv q8");
         }
         forward(engine, &pass);
         const char *failure = b->failure ? b->failure(b) : NULL;
@@ -333,8 +334,8 @@ bool llamac_forward(llamac_sequence *s, const int *tokens, int n, int pos, Error
     CHECK(s, no_sequence);
     llamac_engine *engine = s->engine;
     CHECK(n >= 1 && pos >= 0 && n <= engine->positions - pos,
-          "%d tokens at position %d, but there is room for %d", n, pos, engine->positions);
-    CHECK(tokens, "%d tokens at NULL, expected an array", n);
+          "%d tokens at position %d, but the context has room for %d", n, pos, engine->positions);
+    CHECK(tokens, "the array of %d tokens is NULL", n);
     llamac_batch_token one, *batch = n > 1 ? resize(NULL, n, sizeof *batch) : &one;
     CHECK(batch, no_memory);
     for (int i = 0; i < n; i++)
@@ -365,7 +366,7 @@ const float *llamac_batch_logits(const llamac_engine *engine, int i) {
 bool llamac_nll(const llamac_engine *engine, int i, int token, double *nll, Error *e) {
     clear(e);
     CHECK(engine, no_engine);
-    CHECK(nll, "the place for the result is NULL");
+    CHECK(nll, "the pointer to the result is NULL");
     int n = engine->model.config.vocab_size;
     const float *logits = llamac_batch_logits(engine, i);
     CHECK(logits, no_logits, i, engine->n);
@@ -426,7 +427,7 @@ static bool check_text(const llamac_engine *engine, const int *tokens, int n, Er
     int vocab_size = engine->model.config.vocab_size;
     CHECK(n >= 1 && n <= engine->positions, "a text of %d tokens, expected 1 to %d", n,
           engine->positions);
-    CHECK(tokens, "%d tokens at NULL, expected an array", n);
+    CHECK(tokens, "the array of %d tokens is NULL", n);
     for (int i = 0; i < n; i++)
         CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, outside_vocabulary, tokens[i], vocab_size);
     return true;
@@ -436,7 +437,7 @@ bool llamac_embed(llamac_engine *engine, const int *tokens, int n, int pooling, 
                   Error *e) {
     clear(e);
     CHECK(engine, no_engine);
-    CHECK(embedding, "the place for the embedding is NULL");
+    CHECK(embedding, "the pointer to the embedding is NULL");
     CHECK(pooling == LLAMAC_MEAN || pooling == LLAMAC_LAST,
           "pooling is %d, expected LLAMAC_MEAN or LLAMAC_LAST", pooling);
     if (!check_text(engine, tokens, n, e)) return false;
@@ -483,8 +484,8 @@ const char *llamac_cuda_open(Backend **b, Model *m, const Opening *o, Error *e) 
 static bool open_backend(llamac_engine *engine, bool gpu, const Opening *opening, Error *e) {
     Model *m = &engine->model;
     Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
-    CHECK(!gpu || !opening->kv_bits, "a GPU keeps keys and values in 32 bits for float32 weights, "
-                                     "else in 16, and has no other way; leave --kv out");
+    CHECK(!gpu || !opening->kv_bits, "the KV cache of a GPU is f32 if the weights are float32, "
+                                     "and f16 otherwise; leave --kv out");
     CHECK(!gpu || !m->stream, "a GPU keeps all weights in its memory; leave --stream out");
     const char *wrong = gpu ? llamac_cuda_open(&engine->backend, m, opening, &text)
                             : llamac_cpu_open(&engine->backend, m, opening);
@@ -526,9 +527,9 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
     const char *device = o->device ? o->device : HAS_CUDA ? "cuda" : "cpu";
     bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
     CHECK(cpu || automatic || !strcmp(device, "cuda"),
-          "'%.40s' is no device, expected cpu, cuda or auto", device);
+          "unknown device '%.40s', expected cpu, cuda or auto", device);
     CHECK(cpu || automatic || HAS_CUDA,
-          "this program computes on the CPU; `make runcuda` builds the one for GPUs");
+          "this program runs on the CPU only; build the GPU program with: make runcuda");
     CHECK(o->positions >= 0 && o->positions <= c->seq_len,
           "%d positions, but the model's context is %d", o->positions, c->seq_len);
     CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS,
@@ -538,7 +539,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
           kv);
     engine->kernels = llamac_choose_kernels(o->isa);
     CHECK(engine->kernels,
-          "'%.40s' is no instruction set of this machine, expected scalar, avx2, avxvnni, "
+          "this machine has no instruction set '%.40s', expected scalar, avx2, avxvnni, "
           "avx512bw, avx512, avx512bf16, neon, neondot, neoni8mm or wasm128",
           o->isa);
     engine->positions = o->positions ? o->positions : c->seq_len;
@@ -559,7 +560,7 @@ static bool open_engine(llamac_engine *engine, const llamac_options *o, Error *e
         if (open_backend(engine, true, &opening, &gpu_error)) return true;
         CHECK(automatic, "%s", gpu_error.text);
         // `fail` only writes the note here: the engine starts on the CPU
-        fail(&engine->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
+        fail(&engine->note, "running on the CPU instead of a GPU: %s", gpu_error.text);
     }
     TRY(open_backend(engine, false, &opening, e));
     uint64_t streamed = engine->backend->streamed;
@@ -580,7 +581,7 @@ llamac_engine *llamac_start_sized(const llamac_model *model, const llamac_option
     llamac_options o = {0};
     if (options && size > sizeof o)
         return fail(e,
-                    "llamac_options of %zu bytes, expected at most %zu: the program was "
+                    "llamac_options has %zu bytes, expected at most %zu: the program was "
                     "compiled with a newer llamac.h than the library",
                     size, sizeof o),
                NULL;
@@ -657,7 +658,7 @@ static int sample(llamac_engine *engine, llamac_sampler *sampler, size_t size, i
                   const int *tokens, int n, Error *e) {
     enum { MIN_SIZE = offsetof(llamac_sampler, topk) }; // the first version ended there
     if (size < MIN_SIZE || size > sizeof *sampler)
-        return fail(e, "a llamac_sampler of %zu bytes, expected %d to %zu", size, MIN_SIZE,
+        return fail(e, "llamac_sampler has %zu bytes, expected %d to %zu", size, MIN_SIZE,
                     sizeof *sampler),
                -1;
     llamac_sampler all = {0}; // fields that are newer than the program stay 0
@@ -674,8 +675,8 @@ int llamac_sample_sized(llamac_sequence *s, llamac_sampler *sampler, size_t size
     if (!s || !sampler) return fail(e, "%s", s ? no_sampler : no_sequence), -1;
     int row = row_of(s);
     if (row < 0)
-        return fail(e, "there are no logits of the sequence: expected a call that evaluates a "
-                       "token of it, and no other call since"),
+        return fail(e, "there are no logits of the sequence: the last call must evaluate one of "
+                       "its tokens with logits"),
                -1;
     return sample(s->engine, sampler, size, row, s->tokens, s->row_end, e);
 }
@@ -695,7 +696,7 @@ bool llamac_sample_batch_sized(llamac_sequence *const *sequences, llamac_sampler
                                int n, int *tokens, size_t size, Error *e) {
     clear(e);
     CHECK(n >= 0, "%d sequences, expected 0 or more", n);
-    CHECK(!n || (sequences && samplers && tokens), "%d sequences at NULL, expected arrays", n);
+    CHECK(!n || (sequences && samplers && tokens), "an array of %d sequences is NULL", n);
     bool ok = true;
     for (int i = 0; i < n; i++) {
         Error error;

@@ -118,9 +118,9 @@ static bool check_config(Config *c, Error *e) {
     CHECK(c->head_dim || c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim,
           c->n_heads);
     if (!c->head_dim) c->head_dim = c->dim / c->n_heads;
-    CHECK(c->head_dim % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->head_dim);
+    CHECK(c->head_dim % 2 == 0, "the head size %d is odd, expected an even one", c->head_dim);
     CHECK(c->head_dim <= MAX_HEAD_DIM && c->n_heads <= MAX_Q_DIM / c->head_dim,
-          "%d heads of %d numbers are too wide, expected up to %d numbers a head and %d in all",
+          "%d heads of %d numbers are too large, expected at most %d per head and %d in total",
           c->n_heads, c->head_dim, MAX_HEAD_DIM, MAX_Q_DIM);
     CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d",
           c->n_heads, c->n_kv_heads);
@@ -324,7 +324,7 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     if (c->window >= c->seq_len) c->window = 0;
     // in other architectures only some layers have a window
     CHECK(!c->window || llamac_architecture(values) == LLAMA,
-          "%s is %d, expected none, or the whole context of %d",
+          "%s is %d, expected 0 or at least the context of %d",
           llamac_key(values, SLIDING_WINDOW).s, c->window, c->seq_len);
     TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
     CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s,
@@ -512,10 +512,10 @@ static bool list_is_unchanged(const Model *m) {
 
 static bool verify(const Model *m, Error *e) {
     char found[65];
-    CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
+    CHECK(m->sha256, "it has no checksum; GGUF files from export.py have one");
     CHECK(!m->list_sha256 || list_is_unchanged(m),
-          "its checksum is another file's: a program that rewrote the tensors, such as "
-          "llama-quantize, copied it, so the weights cannot be verified");
+          "its weights cannot be verified: the checksum belongs to another file, from which a "
+          "program such as llama-quantize copied it");
     sha256(m->data, m->data_size, found);
     CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
           m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
@@ -623,8 +623,8 @@ static bool refuse_zeros(const Model *m, Error *e) {
             char where[32] = "";
             if (tensors[i].per_layer) snprintf(where, sizeof where, " of layer %d", layer);
             CHECK(!mat->data || !all_zeros(mat->data, bytes_of(mat)),
-                  "%s%s holds nothing but zeros: the file is damaged, as by a download that broke "
-                  "off",
+                  "%s%s contains only zeros: the file is damaged, for example by an incomplete "
+                  "download",
                   tensors[i].name, where);
             forget(m, mat->data, mat->data ? bytes_of(mat) : 0);
         }

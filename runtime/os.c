@@ -830,7 +830,7 @@ static char *follow_link(const char *path, Error *e) {
     if (kind_at(path, false) == LINK) {
         target = end_of_link(path);
         if (!target)
-            fail(e, "a symbolic link is there that cannot be followed (%s): name another file",
+            fail(e, "the symbolic link cannot be followed (%s): name another file",
                  strerror(errno));
         return target;
     }
@@ -845,12 +845,12 @@ static bool may_replace(const char *path, const void *magic, size_t n, Error *e)
     Kind kind = kind_at(path, false);
     if (kind == NOTHING) return true;
     CHECK(kind != CANNOT_TELL, "%s", strerror(errno));
-    CHECK(kind == REGULAR_FILE, "something else than a regular file is there: name another file");
+    CHECK(kind == REGULAR_FILE, "not a regular file: name another file");
     FILE *file = open_stream(path);
     CHECK(file, "%s", strerror(errno));
     bool same = fread(found, 1, n, file) == n && !memcmp(found, magic, n);
     fclose(file);
-    CHECK(same, "a file that this library did not write is there: name another file");
+    CHECK(same, "the file exists and is not a saved sequence: name another file");
     return true;
 }
 
@@ -863,7 +863,7 @@ static bool create_beside(NewFile *file, Error *e) {
     strcpy(name + length, ".XXXXXX");
     FILE *stream = create_unique(name);
     if (!stream) {
-        fail(e, "a file beside it cannot be created: %s", strerror(errno));
+        fail(e, "cannot create a temporary file in its folder: %s", strerror(errno));
         free(name);
         return false;
     }

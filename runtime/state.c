@@ -119,7 +119,7 @@ uint8_t *llamac_read_state(const char *path, size_t *size, Error *e) {
 // Checks magic, version and checksum. Whether the sequence fits the engine is checked afterwards.
 static bool check_whole(const uint8_t *bytes, size_t size, Error *e) {
     CHECK(size >= MAGIC && !memcmp(bytes, magic, MAGIC),
-          "it is no saved sequence: expected a file of llamac_sequence_save; name another file");
+          "not a file of --prompt-cache or llamac_sequence_save; name another file");
     CHECK(size >= HEADER + SHA256_BYTES,
           "%zu bytes, expected %d or more: the file was cut off; delete it", size,
           HEADER + SHA256_BYTES);
@@ -152,11 +152,11 @@ bool llamac_check_state(const uint8_t *bytes, size_t size, const StateOwner *o, 
           "open that model, or name another file",
           found[0], found[1], found[2], found[3], own[0], own[1], own[2], own[3]);
     CHECK(h->kv_bits == expected.kv_bits,
-          "a KV cache of %u bits, expected %u as in this engine: start the engine with that many "
-          "(--kv), or name another file",
+          "its KV cache has %u bits, expected %u as in this engine: use the --kv that it was saved "
+          "with, or name another file",
           h->kv_bits, expected.kv_bits);
     CHECK(h->n <= (uint32_t)o->positions,
-          "%u tokens, but there is room for %d: start the engine with more positions (-c), or name "
+          "it has %u tokens, but the context has room for %d: use a longer context (-c), or name "
           "another file",
           h->n, o->positions);
     int n = (int)h->n;

@@ -139,7 +139,7 @@ static bool add_token(llamac_text *t, int token) {
 // Begins a call. Discards the bytes that the previous call has released.
 static bool begin_call(llamac_text *t, const char **out, size_t *n, Error *e) {
     if (e) e->text[0] = 0;
-    CHECK(out && n, "the place for the bytes is NULL");
+    CHECK(out && n, "the pointer to the result is NULL");
     *out = "", *n = 0;
     CHECK(t, "the text is NULL");
     CHECK(!t->ended, "the text has ended already");

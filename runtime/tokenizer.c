@@ -75,7 +75,7 @@ static bool check_bytes(const Tokenizer *t, Error *e) {
         int n = byte == ' ' ? (int)strlen(t->space) : 1;
         bool is_piece = byte < 128 && lookup(t, s, n) >= 0;
         CHECK(t->byte_ids[byte] >= 0 || is_piece,
-              "it has byte pieces, but none for the byte 0x%02X", byte);
+              "it has byte tokens, but none for the byte 0x%02X", byte);
     }
     return true;
 }
@@ -107,7 +107,7 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
     for (int i = 0; i < n; i++) {
         const Piece *p = &t->pieces[i];
         CHECK(p->n > 0, "token %d is empty", i);
-        CHECK(isfinite(p->score), "token %d has no finite number as score", i);
+        CHECK(isfinite(p->score), "the score of token %d is not a finite number", i);
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
         CHECK(slot, "token %d is one of too many with the same hash", i);
         CHECK(*slot < 0, "tokens %d and %d have the same text, so encoding is ambiguous", *slot, i);
@@ -148,8 +148,8 @@ bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int v
     CHECK(!r.failed, "the file ends inside a token");
     CHECK(found == longest, "the longest token has %u bytes, but the file's header says %u", found,
           longest);
-    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n,
-          vocab_size);
+    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: another model's tokenizer",
+          n, vocab_size);
     *t = (Tokenizer){.vocab_size = vocab_size,
                      .space = " ",
                      .space_prefix = true,
@@ -226,7 +226,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
         memcpy(&t->pieces[i].score, &score, 4);
         CHECK(!characters || type == UNKNOWN || type == CONTROL
                   || (type == NORMAL && is_character(s.s, s.n)),
-              "the tokenizer is 't5' and token %d is no single character, expected 'llama' "
+              "the tokenizer is 't5' and token %d is not a single character, expected 'llama' "
               "(sentencepiece)",
               i);
     }
@@ -456,7 +456,7 @@ bool llamac_check_text_arguments(const llamac_model *m, const char *text, size_t
     CHECK(n_tokens, "n_tokens is NULL");
     *n_tokens = 0;
     CHECK(m, no_model);
-    CHECK(text || !n, "%zu bytes of text at NULL", n);
+    CHECK(text || !n, "the text of %zu bytes is NULL", n);
     return true;
 }
 

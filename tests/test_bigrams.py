@@ -118,7 +118,7 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
             "--log_interval=1"]
     told = run(folder, *args, "--bigram_start=True", "--out_dir=pairs", "--checks=all")
     assert told.returncode == 0, told.stderr
-    assert "the tables begin with the counts of neighbouring tokens" in told.stdout
+    assert "embedding and classifier initialized from bigram counts" in told.stdout
     assert run(folder, *args, "--out_dir=random").returncode == 0
     tokens = np.fromfile(next((folder / "cache").glob("my-*/train.bin")), np.uint16)
     p = np.bincount(tokens) / len(tokens)
@@ -129,7 +129,7 @@ def test_a_training_that_knows_pairs_before_its_first_step(folder):
                "--schedule=constant").returncode == 0
     told = run(folder, *args, "--out_dir=cut", "--max_iters=6", "--schedule=constant")
     assert "resuming cut at iteration 3" in told.stdout
-    assert "begin with the counts" not in told.stdout
+    assert "initialized from bigram counts" not in told.stdout
     assert run(folder, *args, "--bigram_start=True", "--out_dir=uncut",
                "--schedule=constant").returncode == 0
     for name, weight in weights(folder, "uncut").items():
@@ -156,7 +156,7 @@ def test_what_has_no_tables_to_begin_is_one_line(folder):
     assert run(folder, *two, "--max_iters=1", "--eval_interval=1", "--out_dir=base").returncode == 0
     of_base = [*two, f"--init_from={checkpoint.newest(folder / 'base')}", "--out_dir=tuned"]
     for words, expected in (
-            ([*two, "--tie_embeddings=True"], "bigram_start is True with one table"),
+            ([*two, "--tie_embeddings=True"], "bigram_start is True with tied embeddings"),
             (of_base, "bigram_start is True with a model to fine-tune")):
         done = run(folder, *words)
         assert done.returncode == 2
@@ -165,4 +165,4 @@ def test_what_has_no_tables_to_begin_is_one_line(folder):
     done = run(folder, *of_base, "--eval_only=True", "--eval_iters=1")
     assert done.returncode == 0, done.stderr
     assert f"validation loss {losses(folder, 'base')[1][1]:.4f}" in done.stdout, done.stderr
-    assert "begin with the counts" not in done.stdout
+    assert "initialized from bigram counts" not in done.stdout

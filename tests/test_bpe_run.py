@@ -251,15 +251,17 @@ HOSTILE = {  # (changes, text of run's error message)
     "a merge without a space": ({"merges": ["a b", "abc"]}, "merge 1 is not two tokens"),
     **{f"the merge {merge!r}": ({"merges": [merge]}, "merge 0 is not two tokens")
        for merge in ("", " ", "a", "a ", " b", "  ")},
-    "a merge of three": ({"merges": ["a b c"]}, "the second is no token"),
-    "a merge of what is no token": ({"merges": ["x b"]}, "the first is no token"),
-    "a merge to what is no token": ({"merges": ["b c"]}, "the whole is no token"),
-    "a merge to a control token": ({**other(1, "bc"), "merges": ["b c"]}, "the whole is no token"),
-    "a merge to what is unused": ({**other(9, "bc"), "merges": ["b c"]}, "the whole is no token"),
+    "a merge of three": ({"merges": ["a b c"]}, "the second part is not a text token"),
+    "a merge of what is no token": ({"merges": ["x b"]}, "the first part is not a text token"),
+    "a merge to what is no token": ({"merges": ["b c"]}, "the result is not a text token"),
+    "a merge to a control token": ({**other(1, "bc"), "merges": ["b c"]},
+                                "the result is not a text token"),
+    "a merge to what is unused": ({**other(9, "bc"), "merges": ["b c"]},
+                               "the result is not a text token"),
     "a merge twice": ({"merges": ["a b", "ab c", "a b"]}, "merges 0 and 2 are the same"),
     "a token twice": (other(4, "a"), "tokens 2 and 4 have the same text"),
     "an empty token": (other(4, ""), "token 4 is empty"),
-    **{f"the token {token!r}": (other(4, token), "token 4 is not spelled in GPT-2's letters")
+    **{f"the token {token!r}": (other(4, token), "token 4 has a character outside GPT-2's")
        for token in (" ", "a b", "日", "\n", "\u0144", "\u00ad", "\x7f", "a\u0080")},
     "unknown": ({"types": [3, 3, 1, 1, 2, 1, 1, 4, 1, 5]}, "token 4 has type 2"),
     "a byte": ({"types": [3, 3, 1, 1, 6, 1, 1, 4, 1, 5]}, "token 4 has type 6"),

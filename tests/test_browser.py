@@ -246,5 +246,5 @@ def test_mistakes_of_the_export_are_one_line(model, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(web_page, "MAX_BYTES", 1000)
     assert "expected at most 0 MB in a page; try --dtype=q8_0" in refused(capsys, page)
     (tmp_path / "m.html").write_text("mine")
-    assert "m.html: is there and not known to be an export" in refused(capsys, page)
+    assert "m.html: exists and is not known to be an export" in refused(capsys, page)
     assert (tmp_path / "m.html").read_text() == "mine" and "html" in export.FORMATS

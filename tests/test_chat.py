@@ -129,7 +129,7 @@ MARKS = {
     "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 }
 KNOWN = ("chatml, llama3, llama3.1, zephyr, llama2, mistral-v0, mistral-v1, mistral-v3, "
-         "mistral-v3-tekken, phi3 and phi4-mini")
+         "mistral-v3-tekken, phi3 or phi4-mini")
 WORDS = ("user system assistant hello there Hi you are brief and the quick fox jumps And over "
          "[INST] [/INST] <|im end|>").split(" ")
 SYSTEM, HI, ANSWER, AGAIN = "You are brief. ", "Hi, café", "the quick fox", "  And you? "
@@ -295,7 +295,7 @@ def test_a_template_is_known_or_refused(run_debug_bin, tmp_path):
     assert turns(run_debug_bin, tmp_path / "m.gguf", "--template=chatml")
     write_gguf(tmp_path / "m.gguf", pieces_of(vocabulary(None, True)), True)
     assert "--template=chatml" in run(run_debug_bin, tmp_path / "m.gguf", "-m", "chat", status=1)
-    assert "'alpaca' is no template" in run(
+    assert "unknown template 'alpaca'" in run(
         run_debug_bin, tmp_path / "m.gguf", "-m", "chat", "--template=alpaca", status=1)
     rng = random.Random(0)
     for _ in range(40):  # random template text
@@ -432,7 +432,7 @@ def test_chat_ends_with_its_input(run_bin, tmp_path):
     assert asked.startswith(b"Assistant: ") and asked.endswith(b"\nUser: ")
     assert run(run_bin, *args, "-i", "[INST] a") == b"Enter system prompt (optional): " + asked
     cut = subprocess.run([run_bin, *args], input=b"be\0brief\na\n", capture_output=True)
-    assert cut.returncode == 1 and b"system prompt: it holds a zero byte\n" in cut.stderr
+    assert cut.returncode == 1 and b"system prompt: it contains a zero byte\n" in cut.stderr
 
 
 # ---- the templates of models, against transformers -----------------------------------------------

@@ -614,7 +614,7 @@ def test_a_verdict_on_what_does_not_compare_says_so(seeds):
     done = compare(seeds, "out", "out/wide", "--verdict")
     assert done.returncode == 2
     assert ("out: its runs differ in dim, max_iters; "
-            "expected runs that differ in the seed alone") in done.stderr
+            "expected runs that differ only in the seed") in done.stderr
     other = {
         "tokenizer_sha256": "1" * 64, "train_bytes": 9000, "val_bytes": 999, "train_tokens": 2000
     }
@@ -626,11 +626,11 @@ def test_a_verdict_on_what_does_not_compare_says_so(seeds):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     done = compare(seeds, "out/narrow", "other", "--verdict", "--metric=loss/val")
     assert done.stderr.splitlines() == [
-        "note: vocabularies differ, so losses per token do not compare; --metric=bpb/val does",
+        "note: vocabularies differ, so losses per token are not comparable; use --metric=bpb/val",
         "note: other: 1 of 3 runs have no finite loss/val and are left out",
         "note: other: its runs are of different versions of the program",
         "note: out/narrow: some runs ended at step 20, others at 40",
-        "note: their validation texts differ, so a difference may be that of the texts"]
+        "note: their validation texts differ, so a difference may come from the texts"]
     done = compare(seeds, "out/narrow", "other/2", "--verdict")
     assert done.returncode == 2 and "other/2: no run has a finite bpb/val" in done.stderr
 

@@ -159,15 +159,15 @@ def test_mistakes_are_one_line(script, args, words):
     "name, text, words",
     [("code.py", "open('ran', 'w')\nx = 1\n", "code.py: unknown key 'x'; "),
      ("code.py", "open('ran', 'w')\n",
-      "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
+      "code.py: cannot be read as a configuration (ValueError: it contains no setting)"),
      ("code.py", "import os\nopen('ran', 'w')\nstesp = 3\n",
       "code.py: unknown key 'stesp'; did you mean 'steps'?"),
      ("code.py", "import os\nopen('ran', 'w')\nstesp = 3\nrate = 1 / stesp\n",
       "code.py: unknown key 'stesp'; did you mean"),
      ("code.py", "import os\nopen('ran', 'w')\n",
-      "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
+      "code.py: cannot be read as a configuration (ValueError: it contains no setting)"),
      ("code.py", "def f(x):\n    steps = x\nif __name__ == '__main__':\n    open('ran', 'w')\n",
-      "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
+      "code.py: cannot be read as a configuration (ValueError: it contains no setting)"),
      ("old.py", "print 'x'\nsteps = 3\n",
       "old.py: cannot be read as a configuration (SyntaxError: "),
      ("my.json", '[{"text": "hello"}, {"text": "you there"}]',
@@ -265,7 +265,7 @@ def test_numbers_within_the_range_are_taken(script):
 def test_help_lists_every_knob_with_default_type_and_comment(script):
     code, out, err = script("--help")
     assert code == 0 and err == "" and out.startswith("What the script is for.")
-    assert "a word by itself is name" in out
+    assert "a value without --key sets name" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["--rate=0.001", "float", "peak", "rate"] in lines
     assert ["--log=False", "bool", "whether"] in lines
@@ -325,7 +325,7 @@ def test_the_table_of_other_programs_names_only_what_exists():
                           ("train", "lora_alpha", "16 / lora_rank"),
                           ("train", "lora_dropout", "--dropout"),
                           ("train", "load_in_4bit", "a GGUF file in Q8_0"),
-                          ("train", "messages", "one string a document"),
+                          ("train", "messages", "conversations in .jsonl"),
                           ("train", "num_experts", "blocks are dense"),
                           ("train", "deepspeed", "--fsdp=True")])
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
@@ -431,7 +431,7 @@ for number, text in enumerate(("a", "a" * 100_000, "a")):
 @pytest.mark.parametrize("buffered", [False, True])
 def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(buffered):
     """Output fails at exit, midway and before an error, whose buffered line is still printed."""
-    line = ("error: stdout cannot be written (No space left on device); make room, "
+    line = ("error: stdout cannot be written (No space left on device); free disk space, "
             "or send the output elsewhere\n")
     env = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     with open("/dev/full", "w") as full:

@@ -269,9 +269,9 @@ BROKEN = [  # (a line of a file, part of the error message)
     ('{"messages": [{"role": "user", "content": "\\ud800"}, '
      '{"role": "assistant", "content": "b"}]}', "a character that UTF-8 can't write"),
     ('{"messages": [], "messages": []}', "has the key 'messages' twice"),
-    ('{"messages": [{"role": "user"', "holds no JSON"),
+    ('{"messages": [{"role": "user"', "is not JSON"),
     ({"dialogue": ["a", "b"]}, "or a conversation: messages with role and content"),
-    ('{"messages": ' + "[" * 9000, "holds no JSON"),
+    ('{"messages": ' + "[" * 9000, "is not JSON"),
 ]
 
 

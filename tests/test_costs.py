@@ -107,7 +107,8 @@ def test_the_table_of_a_preset_needs_no_data(tmp_path):
     done = command(tmp_path, ROOT / "model.py", ROOT / "config/stories260K.py", "--max_iters=10",
                    "--batch_size=2")
     assert done.returncode == 0, done.stderr
-    for part in ("parameters  260,032 ", "attention ", "FLOPs ", "Python, torch and room to work",
+    for part in ("parameters  260,032 ", "attention ", "FLOPs ",
+                 "Python, torch and temporary buffers",
                  "tokens/s, measured", "gguf q8_0", "v2 "):
         assert part in done.stdout, part
     flops, total, step_tokens = re.search(
@@ -279,7 +280,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, ca
     found = fit_batch.largest_batch(s, args, SETUP, gain=0.0)
     assert 1 <= found["batch_size"] < 16
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 256
-    assert "did not fit" in (text := capsys.readouterr().out) or "is there for it" in text
+    assert "did not fit" in (text := capsys.readouterr().out) or "is available" in text
     monkeypatch.setattr(hardware, "free_memory", lambda device: 100 << 20)
     with pytest.raises(SystemExit):
         fit_batch.largest_batch(s, args, SETUP)

@@ -591,23 +591,23 @@ def test_bad_text_is_refused_in_one_line(content, words, small, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("line, workers, found", [
-    ("{", 1, "no JSON (Expecting property name"),
-    ('{"text": 5}', 1, '"text": 5'),
-    ("[1]", 1, "no object but [1]"),
-    ('{"prompt": "b", "answer": "c"}', 1, "an object with the keys prompt, answer"),
-    ("5", 1, "no object but 5"),
-    ('{"text": "\\ud800"}', 1, "a character that UTF-8 can't write"),
-    ("{", 2, "no JSON"),
-    ("[" * 99_999, 1, "no JSON"),
-    ('{"story": null}', 1, '"story": null'),
-    ("{}", 1, "an object without keys"),
+    ("{", 1, "is not JSON (Expecting property name"),
+    ('{"text": 5}', 1, 'holds "text": 5'),
+    ("[1]", 1, "holds [1], not an object"),
+    ('{"prompt": "b", "answer": "c"}', 1, "holds an object with the keys prompt, answer"),
+    ("5", 1, "holds 5, not an object"),
+    ('{"text": "\\ud800"}', 1, "holds a character that UTF-8 can't write"),
+    ("{", 2, "is not JSON"),
+    ("[" * 99_999, 1, "is not JSON"),
+    ('{"story": null}', 1, 'holds "story": null'),
+    ("{}", 1, "holds an object without keys"),
 ])
 def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd):
     good = json.dumps({"text": prose(400_000)}) + "\n"
     (tmp_path / "a.jsonl").write_text(good * 12 + line)
     line = refused(capfd, lambda: data.prepare(tmp_path / "a.jsonl", "byte",
                                                cache=tmp_path / "cache", workers=workers))
-    assert f'a.jsonl: line 13 holds {found}' in line
+    assert f'a.jsonl: line 13 {found}' in line
     assert line.endswith('; expected an object with a string under "text" or "story"')
 
 
@@ -724,7 +724,7 @@ def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(corpus, "replacing", full)
     line = refused(capfd, lambda: data.prepare("stories:10", "byte", cache=tmp_path, workers=1))
-    assert "No space left on device; make room" in line
+    assert "No space left on device; free disk space" in line
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -1002,7 +1002,7 @@ def test_tinyshakespeare_is_downloaded_or_taken_where_it_lies(hub, tmp_path, cap
     line = refused(
         capfd, lambda: data.prepare("tinyshakespeare", "char", cache=tmp_path / "two", workers=1))
     assert f"{mine}: {len(text.encode()) - 1:,} bytes with sha256" in line
-    assert "move it away" in line
+    assert "move it elsewhere" in line
     assert mine.exists()
     mine.write_text(text)
     assert contents(data.prepare("tinyshakespeare", "char", cache=tmp_path / "two",
@@ -1049,7 +1049,7 @@ def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
     hub.mood = ["break"] + ["hang up"] * 4
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     tmp_path /= "tinystories"
-    assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line
+    assert f"{len(body) // 2:,} of {len(body):,} bytes are downloaded" in line
     assert f"put the file at {tmp_path / name}" in line
     assert not (tmp_path / name).exists()
     downloads.download(tmp_path / name, data.tinystories_url,
@@ -1083,7 +1083,7 @@ def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(downloads.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt",
                         (1 << 60, "0"))
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
-    assert "too little room" in line and not hub.requests
+    assert "too little disk space" in line and not hub.requests
 
 
 def test_prefetched_batches_are_those_asked_for():
@@ -1221,7 +1221,7 @@ def test_who_waits_for_another_preparation_says_so(tmp_path):
                                     f"--cache={tmp_path / 'cache'}"],
                                    stdout=subprocess.PIPE, text=True)
         assert (waiting.stdout.readline() ==
-                f"waiting for another program, which prepares data in {tmp_path / 'cache'}\n")
+                f"waiting for another program that is preparing data in {tmp_path / 'cache'}\n")
     assert "prepared" in waiting.communicate()[0] and waiting.returncode == 0
 
 

@@ -144,7 +144,7 @@ def test_mistakes_are_refused(tmp_path):
                              (lambda: engine.embed(5), "a text"),
                              (lambda: engine.embed(["A", 5]), "a text"),
                              (lambda: engine.embed(None), "a text"),
-                             (lambda: engine.embed([1 << 32]), "32 bits"),
+                             (lambda: engine.embed([1 << 32]), "32-bit"),
                              (lambda: engine.embed("A", "max"), "'max', expected 'mean' or 'last'"),
                              (lambda: sick.embed("A"), "not finite")):
         with pytest.raises(llamac.Error, match=message):

@@ -265,7 +265,7 @@ def test_infinite_scores_and_a_wrong_longest_length_are_refused(run_bin, tmp_pat
     for score in (float("inf"), float("-inf"), float("nan")):
         write_gguf(tmp_path / "m.gguf",
                    [(p.encode(), s, t) for p, s, t in [*SPECIAL, *LETTERS, ("bc", score, 1)]])
-        assert "token 7 has no finite number as score" in refusal(tmp_path / "m.gguf")
+        assert "the score of token 7 is not a finite number" in refusal(tmp_path / "m.gguf")
     args = write_bin(tmp_path, [(p.encode(), s, t) for p, s, t in [*SPECIAL, *LETTERS]])
     data = args[2].read_bytes()
     assert tokenize(run_bin, args, [b"abc"]) == [[0, 6, 5]]
@@ -299,7 +299,7 @@ def test_byte_and_character_vocabularies(run_bin, tmp_path):
         write_gguf(tmp_path / "t5.gguf", characters + [more], tokenizer="t5")
         refused = subprocess.run([run_bin, tmp_path / "t5.gguf", "--tokenize"], input=b"",
                                  capture_output=True)
-        assert refused.returncode == 1 and b"token 7 is no single character" in refused.stderr
+        assert refused.returncode == 1 and b"token 7 is not a single character" in refused.stderr
 
 
 def compare_many(run_bin, folder, count):

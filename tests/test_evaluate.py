@@ -455,7 +455,7 @@ def test_results_by_set_and_kind_beside_the_majority_guess():
                       ["new", "who", 0.0, 0, 1, 1.0]]
     lines = list(evaluate.report_answers(rows, (1.25, 1.0), groups))
     assert lines[0] == (
-        "accuracy 0.6000 (3 of 5), 0.8000 by always giving the most frequent answer of a kind; "
+        "accuracy 0.6000 (3 of 5), 0.8000 by always giving the most frequent answer of each kind; "
         "1.2 tokens on average, expected 1.0")
     assert [line.split() for line in lines[2:6]] == [
         ["set", "kind", "accuracy", "right", "questions", "majority"],
@@ -489,11 +489,11 @@ def test_a_model_without_a_chat_template_continues_the_plain_text(
 @pytest.mark.parametrize(
     "record, message",
     [("", "is empty; expected lines of a conversation that ends with an answer"),
-     ("{}", "line 1: ValueError it is no conversation"),
-     (json.dumps({"text": "a"}), "it is no conversation"),
-     (json.dumps({"messages": []}), "its last turn is no answer"),
-     (json.dumps(dialogue("a")), "line 1: ValueError its last turn is no answer"),
-     ("3", "it is no conversation"),
+     ("{}", "line 1: ValueError it is not a conversation"),
+     (json.dumps({"text": "a"}), "it is not a conversation"),
+     (json.dumps({"messages": []}), "its last turn is not an answer"),
+     (json.dumps(dialogue("a")), "line 1: ValueError its last turn is not an answer"),
+     ("3", "it is not a conversation"),
      (json.dumps({"messages": [{"role": "assistant", "content": "a"}]}),
       "expected user and assistant alternately"),
      (json.dumps(dialogue("a", "b")) + "\n" + json.dumps(dialogue("a", 3)),
@@ -568,7 +568,7 @@ def test_a_picture_that_is_not_ours_is_kept(tmp_path, monkeypatch, capsys):
     path.write_text("<svg>mine</svg>")
     evaluate.save_picture([[1, 0], [0, 1]], ["a", "b"], tmp_path)
     assert path.read_text() == "<svg>mine</svg>"
-    assert "is not of evaluate.py; move it elsewhere" in capsys.readouterr().out
+    assert "was not written by evaluate.py; move it elsewhere" in capsys.readouterr().out
     path.unlink()
     for matrix in [[1, 0], [0, 1]], [[1, 1], [0, 3]]:
         evaluate.save_picture(matrix, ["a", "b"], tmp_path)

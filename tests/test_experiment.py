@@ -219,7 +219,7 @@ def test_what_is_tried_cannot_touch_the_score_the_text_or_the_time(repository):
     repository.edit("delay = 0.0", "delay = 60.0")
     row, _ = repository.try_change("more time", "--seeds=2", code=1)
     assert row["decision"] == "failed"
-    assert "the change does not keep to the time" in row["why"]
+    assert "the change takes too long" in row["why"]
     assert row["change_bpb"] == []
 
 
@@ -283,7 +283,7 @@ def test_what_cannot_be_tried_is_one_line(repository, tmp_path):
     assert "holds no experiments yet" in repository.refuse()
     assert "--base=nowhere: no such commit" in repository.refuse("x", "--base=nowhere")
     assert "--seeds=1: expected at least 2" in repository.refuse("x", "--seeds=1")
-    assert ("--max_iters=3: an experiment sets max_iters of its runs; before the -- expected "
+    assert ("--max_iters=3: an experiment itself sets max_iters of its runs; give "
             "--steps=N") in repository.refuse("x", "--", "--max_iters=3")
     assert ("--max_iter=3: train.py has no setting 'max_iter'; did you mean 'max_iters'?"
             in repository.refuse("x", "--", "--max_iter=3"))

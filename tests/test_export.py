@@ -232,7 +232,7 @@ def test_what_no_format_has_a_name_for_is_refused(format, tmp_path, vocabulary, 
         (lambda m: another(m, "wk") or setattr(m.layers[0].attention.wk, "weight",
                                                torch.nn.Parameter(torch.ones(9, 64))),
          "layers.0.attention.wk.weight has shape (9, 64), expected (64, 64)"),
-        (untie, "output.weight is not tok_embeddings.weight")):
+        (untie, "output.weight differs from tok_embeddings.weight")):
         model = build(**SHAPES["mha"])
         change(model)
         assert said in refused(capsys, export.export_model, model.state_dict(), model.args,
@@ -632,8 +632,8 @@ def test_mistakes_are_one_line(tmp_path, vocabulary, monkeypatch, capsys):
         (run, dict(format="v2", dtype="f16"), "expected f32"),
         (run, dict(format="v2", group_size=0), "at least 1"),
         (run / "model.bin", {}, "needs the vocabulary"),
-        (run / "model.gguf", {}, "over itself"),
-        (run / "model.bin", dict(format="v2"), "over itself"),
+        (run / "model.gguf", {}, "would overwrite the model to export"),
+        (run / "model.bin", dict(format="v2"), "would overwrite the model to export"),
         (run, dict(path=tmp_path / "no" / "m"), "No such file"),
         (run, dict(path=tmp_path), "s a directory"),
         (run, dict(tokenizer=tmp_path / "no.model"), "No such file"),
@@ -949,7 +949,7 @@ def test_what_is_not_known_to_be_an_export_is_never_replaced(tmp_path, vocabular
                   *[{}, dict(format="v2"), dict(format="hf")] * 2):
         command(monkeypatch, run, **knobs)
     (tmp_path / "hf/model.gguf").write_text("mine")
-    assert "hf/model.gguf: is there" in refused(capsys, command, monkeypatch, tmp_path / "hf")
+    assert "hf/model.gguf: exists" in refused(capsys, command, monkeypatch, tmp_path / "hf")
 
 
 def test_a_runs_folder_too_may_hold_files_of_others(tmp_path, vocabulary, monkeypatch, capsys):
@@ -959,7 +959,7 @@ def test_a_runs_folder_too_may_hold_files_of_others(tmp_path, vocabulary, monkey
         (run / name).write_text(f"my {name}")
         for format in {".gguf": ("gguf",), ".bin": ("v0", "v1", "v2"),
                        ".json": ("hf",)}[(run / name).suffix]:
-            assert f"{name}: is there" in refused(capsys, command, monkeypatch, run, format=format)
+            assert f"{name}: exists" in refused(capsys, command, monkeypatch, run, format=format)
         assert (run / name).read_text() == f"my {name}"
         (run / name).unlink()
     for _ in range(2):
@@ -968,5 +968,5 @@ def test_a_runs_folder_too_may_hold_files_of_others(tmp_path, vocabulary, monkey
     # beside the same tokenizer.bin
     command(monkeypatch, run, format="v2", path=tmp_path / "run/b.bin")
     larger = save_run(tmp_path / "larger", build(dim=120), vocabulary)
-    assert "model.bin: is there" in refused(
+    assert "model.bin: exists" in refused(
         capsys, command, monkeypatch, larger, format="v1", path=run / "model.bin")

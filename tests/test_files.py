@@ -283,24 +283,24 @@ REFUSED = {  # file name: (bytes, words of the error)
     "texts.tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar" + bytes(999)),
                      "a tar archive; unpack it first: tar xf"),
     "texts.zst": (b"\x28\xb5\x2f\xfd" + bytes(99),
-                  "damaged, " if sys.version_info >= (3, 14) else "unpack it first: zstd -d "),
-    "cut.gz": (gzip.compress(ENGLISH.encode())[:-99], "damaged, "),
-    "wrong.gz": (gzip.compress(ENGLISH.encode())[:-8] + bytes(8), "damaged, "),
-    "cut.bz2": (bz2.compress(ENGLISH.encode())[:-99], "damaged, "),
-    "cut.xz": (lzma.compress(ENGLISH.encode())[:-99], "damaged, "),
+                  "damaged near " if sys.version_info >= (3, 14) else "unpack it first: zstd -d "),
+    "cut.gz": (gzip.compress(ENGLISH.encode())[:-99], "damaged near "),
+    "wrong.gz": (gzip.compress(ENGLISH.encode())[:-8] + bytes(8), "damaged near "),
+    "cut.bz2": (bz2.compress(ENGLISH.encode())[:-99], "damaged near "),
+    "cut.xz": (lzma.compress(ENGLISH.encode())[:-99], "damaged near "),
     "mixed.txt": ("日本語の文章です。".encode() * 50 + b"\xff\xfe" + "日本語".encode() * 9,
                   "iconv -c -f UTF-8 -t UTF-8 "),
     "czech.txt": (OTHERS["cp1250"][0].encode("cp1250"), "iconv -f LATIN1 -t UTF-8 "),
     "odd.txt": ((CHINESE.encode("utf-16") + b"\n\xd8\n\xd8")[:-1], "UTF-16, but byte"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n',
                         "line 1 holds a character that UTF-8 can't write ('\\ud800')"),
-    "cut.jsonl": (LINES.encode()[:-20], "line 40 holds no JSON"),
+    "cut.jsonl": (LINES.encode()[:-20], "line 40 is not JSON"),
     "surrogate.json": (b'[{"text": "a"}, {"text": "\\udc00"}]',
                        "object 2 holds a character that UTF-8 can't write"),
-    "cut.json": (json.dumps(OBJECTS).encode()[:-20], "object 40 is no JSON"),
-    "numbers.json": (b'[{"text": "a"}, 5]', "object 2 holds no object but 5"),
+    "cut.json": (json.dumps(OBJECTS).encode()[:-20], "object 40 is not JSON"),
+    "numbers.json": (b'[{"text": "a"}, 5]', "object 2 holds 5, not an object"),
     "other.csv": (table(column="body").encode(),
-                  "no column 'text' or 'story' but id, body, note; name the one"),
+                  "no column 'text' or 'story', only id, body, note; name the one"),
     "short.csv": (b"id,text\n1,two\n3\n", "line 3 has 1 fields, the first line 2"),
     "commas.csv": (b'id,text\n1,"hello, world"\n2,hello, world\n',
                    "line 3 has 3 fields, the first line 2; put quotation marks"),
@@ -308,21 +308,21 @@ REFUSED = {  # file name: (bytes, words of the error)
                           "line 2 has 4 fields, the first line 3; put quotation marks"),
     "tabs.tsv": (b"text\nhello\tworld\n",
                  "line 2 has 2 fields, the first line 1; put quotation marks"),
-    "names_of_rows.csv": (b'"text"\n"1","hello"\n', "line 2 is no row of a table"),
-    "quote.csv": (table().encode() + b'7,"open', "is no row of a table"),
+    "names_of_rows.csv": (b'"text"\n"1","hello"\n', "line 2 is not a row of a table"),
+    "quote.csv": (table().encode() + b'7,"open', "is not a row of a table"),
     "twice.csv": (b"text,text\na0,The cat\n", "2 columns are called 'text'; rename all but one"),
     "twice_but_for_blanks.tsv": (b"text\ttext \na0\tThe cat\n", "2 columns are called 'text'"),
     "twice.jsonl": (b'{"text": "a", "text": "b"}\n', "line 1 has the key 'text' twice; rename one"),
     "twice.json": (b'[{"text": "x"}, {"text": "a", "text": "b"}]',
                    "object 2 has the key 'text' twice"),
     "lines_or_not.tsv": (rows(["a", '"b', "c", 'd"', "e"], "\t"),
-                         "can't be told whether these enclose texts of several lines"),
+                         "is unclear whether these marks enclose texts of several lines"),
     "lines_or_not.csv": (b'id,text\n1,"a\nb, b"\n2,c\n',
-                         "can't be told whether these enclose texts of several lines"),
+                         "is unclear whether these marks enclose texts of several lines"),
     "backslash.csv": (b'id,text\n1,"He said \\"no\\" then"\n2,"b"\n',
-                      "line 2 is no row of a table"),
+                      "line 2 is not a row of a table"),
     "not_doubled.tsv": (b'id\ttext\n1\t"He said "no" then"\n2\t"b"\n',
-                        "line 2 is no row of a table"),
+                        "line 2 is not a row of a table"),
     "nowhere.parquet": (b"PAR1" + bytes(99),
                         "cannot be read (ArrowInvalid: Parquet magic bytes not found"),
 }
@@ -335,7 +335,7 @@ def test_an_object_that_is_too_long_is_refused_with_its_number_and_the_limit(
     # The second object has 2.6 million bytes.
     path.write_text(json.dumps([{"text": "short"}, {"text": "the cat sat. " * 200_000}]))
     error = refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
-    assert "object 2 is longer than 2 MB, or no JSON" in error
+    assert "object 2 is longer than 2 MB, or not JSON" in error
 
 
 def both(folder):
@@ -386,7 +386,7 @@ def test_parquet(tmp_path, monkeypatch, capfd):
     train, val = both(call())
     assert sorted(train + val) == sorted(
         f'row {i}: a café, a "quote"\nand a second line' for i in range(12))
-    assert "no column 'body' but text; name the one that holds the text: --column=NAME" in refused(
+    assert "no column 'body', only text; name the one that holds the text: --column=" in refused(
         capfd, lambda: call(column="body"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refused(capfd, lambda: call(val_fraction=0.3)).endswith(
@@ -424,7 +424,7 @@ def test_strings_of_parquet_in_every_layout(tmp_path):
     inside = pa.array([{"body": "x", "n": 1}, None, {"body": None, "n": 2}])
     assert read(inside, "text.body") == ["x"]
     assert read(inside).endswith("expected strings; name a field of it, such as --column=text.body")
-    assert "no column 'text.z' but id, text" in read(inside, "text.z")
+    assert "no column 'text.z', only id, text" in read(inside, "text.z")
     assert "'text.n' holds int64" in read(inside, "text.n")
     assert "holds list<" in read(pa.array([["a"]])) and "holds int64" in read(pa.array([1]))
     assert "'utf-8' codec can't decode byte 0xff" in read(pa.array([b"\xff"]))
@@ -536,7 +536,7 @@ def test_all_bad_files_of_a_folder_are_told_at_once(tmp_path, capfd):
     line = refused(capfd, call)
     assert "5 of 35 files can't be read: " in line
     assert line.endswith("--skip_bad=True leaves such files out")
-    reasons = ["a PNG image", 'line 1 holds "text": 5', "damaged, ",
+    reasons = ["a PNG image", 'line 1 holds "text": 5', "damaged near ",
                f"byte 0xff at offset {len(CHINESE.encode())}", "line 2 has 1"]
     for name, reason in zip(bad, reasons):
         assert (f"{tmp_path}/in/{name}: {reason}" in line
@@ -621,4 +621,4 @@ def test_where_a_packed_file_is_damaged_is_told(tmp_path, capfd):
     (tmp_path / "cut.gz").write_bytes(whole[:200_000])
     said = refused(capfd, lambda: data.prepare(
         tmp_path / "cut.gz", vocab_source="byte", cache=tmp_path / "cache"))
-    assert "damaged, near byte 200,000 of it" in said
+    assert "damaged near byte 200,000" in said

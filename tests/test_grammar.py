@@ -306,7 +306,7 @@ def test_a_vocabulary_that_cannot_write_json_is_named(program, tmp_path):
                               capture_output=True, text=True)
         assert done.returncode == 1
         assert done.stderr == (f"{tmp_path}/m.gguf: the vocabulary cannot write JSON: "
-                               f"no token is the character {lacking}\n")
+                               f"it has no token for the character {lacking}\n")
 
 
 def test_what_a_vocabulary_cannot_finish_is_never_begun(program, tmp_path):

@@ -68,7 +68,7 @@ def test_mistakes_in_flags_are_one_line(run_debug_bin, tmp_path):
         assert ("run: " + (flags[0] if flags[0].isprintable() else "?") in message
                 or flags[:2] == ["-n", "3"]), flags
         assert message[:-1].isprintable() and len(message) < 6000
-    assert "-m: '~ }{!??' is no mode" in run(run_debug_bin, path, "-m", "~ }{!\x7f\n", status=1)
+    assert "-m: unknown mode '~ }{!??'" in run(run_debug_bin, path, "-m", "~ }{!\x7f\n", status=1)
     for flags in TWO_MODES:
         assert "only one of" in run(run_debug_bin, path, *flags, status=1)
     for args in ([], ["-n", 3], ["-i", "a", path]):
@@ -732,11 +732,11 @@ def test_verify_agrees_with_hashlib(run_debug_bin, tmp_path):
 def test_verify_needs_a_checksum(run_debug_bin, tmp_path):
     path = tmp_path / "m.gguf"
     Model().write_gguf(path)
-    assert "carries no checksum" in run(run_debug_bin, path, "--verify", status=1)
+    assert "has no checksum" in run(run_debug_bin, path, "--verify", status=1)
     Model().write_gguf(path, **{"llamac.tensor_data.sha256": "0" * 63})
     assert "63 digits" in run(run_debug_bin, path, "--verify", status=1)
     Model().write_llama2c(path)
-    assert "carries no checksum" in run(run_debug_bin, path, "--verify", status=1)
+    assert "has no checksum" in run(run_debug_bin, path, "--verify", status=1)
 
 
 def test_the_checksum_of_another_file(run_debug_bin, tmp_path):
@@ -747,8 +747,8 @@ def test_the_checksum_of_another_file(run_debug_bin, tmp_path):
     and so is a file without the checksum of its tensor list, as exported earlier.
     """
     model, path = Model(vocab=260, layers=1), tmp_path / "m.gguf"
-    for form, changed, said in (("f32", "f32", None), ("f32", "q8_0", "is another file's"),
-                                ("bf16", "f16", "is another file's")):
+    for form, changed, said in (("f32", "f32", None), ("f32", "q8_0", "belongs to another file"),
+                                ("bf16", "f16", "belongs to another file")):
         model.write_gguf(path, form, **{"llamac.tensor_data.sha256": "0" * 64,
                                         "llamac.tensor_list.sha256": "1" * 64})
         sums = seal(path)
@@ -788,7 +788,8 @@ def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin, times):
         assert "damaged" in run(run_debug_bin, path, "--verify", status=1)
 
 
-ZEROED = "holds nothing but zeros", "damaged: SHA-256", "their checksum differs"
+ZEROED = ("contains only zeros", "damaged: SHA-256",
+          "their checksum differs")
 
 
 def test_zeros_in_place_of_weights(run_debug_bin, tmp_path, capsys):

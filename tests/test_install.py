@@ -64,7 +64,7 @@ def test_an_installed_package_runs_outside_the_checkout(tmp_path, library, run_b
     assert "One" + done.stdout == run(run_bin, model, "-t", 0, "-n", 20 + len("One"), "--raw",
                                       "-i", "One").decode(errors="replace")
     advice, place = done.stderr.splitlines()
-    assert "trainer's folder" in advice and place.startswith(str(tmp_path / "site"))
+    assert "folder of train.py" in advice and place.startswith(str(tmp_path / "site"))
 
 
 def test_a_compiler_that_fails_is_named(tmp_path):

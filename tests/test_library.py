@@ -92,7 +92,7 @@ def test_a_program_compiled_with_fewer_fields(program, models):
 def test_errors_name_the_file(program, models, tmp_path):
     said = call(program, "wrong", models[0])
     assert said.count("no such file: no such file\n") == 3
-    assert f"{models[0]}: it carries no checksum" in said
+    assert f"{models[0]}: it has no checksum" in said
     assert f"{models[0]}: the first token" not in said and f"{models[0]}: flags are" in said
 
 

@@ -312,7 +312,7 @@ def test_copies_and_truncated_sequences(models):
     assert llamac.Sequence(copy.engine)
     other = started(model)
     for mistake, message in (
-            (lambda: copy.copy(7), "7 tokens of a sequence that has 6"),
+            (lambda: copy.copy(7), "7 tokens, but the sequence has 6"),
             (lambda: copy.truncate(-1), "-1 tokens"),
             (lambda: sequence.engine.evaluate([llamac.Part(other, [1])]), "another engine"),
             (lambda: sequence.engine.evaluate([llamac.Part(copy, [1], 7)]), "position 7"),
@@ -385,7 +385,7 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
         assert ("".join(model.chat(messages[1:2], 5, temperature=0))
                 == "".join(text for text, *_ in answer))
     for wrong in [], messages[:1], messages[:3], messages[2:], [messages[1]] * 2:
-        with pytest.raises(llamac.Error, match="expected a system message if any, then user and "
+        with pytest.raises(llamac.Error, match="expected an optional system message, then user and "
                            "assistant in turn"):
             model.chat(wrong)
     model = llamac.Model(tmp_path / "m.gguf")
@@ -404,11 +404,11 @@ def test_errors_have_the_messages_of_the_library(models, tmp_path):
             (lambda: llamac.Model("none.gguf"), "none.gguf: no such file"),
             (lambda: llamac.Model(b""), "."),
             (lambda: llamac.Model(tmp_path / "bad.gguf"), "version"),
-            (lambda: model.use_template("alpaca"), "is no template"),
+            (lambda: model.use_template("alpaca"), "unknown template 'alpaca'"),
             (lambda: llamac.Engine(model, positions=1 << 20), "context is 128"),
             (lambda: started(model).sample(greedy), "no logits"),
             (lambda: started(model).logits, "no logits"),
-            (lambda: llamac.Engine(model, device="tpu"), "is no device"),
+            (lambda: llamac.Engine(model, device="tpu"), "unknown device 'tpu'"),
             (lambda: quiet.forward([1] * 129, 0), "room for"),
             (lambda: quiet.forward([1], -1), "position"),
             (lambda: (quiet.forward([1], 0), quiet.logits), "no logits"),
@@ -476,7 +476,7 @@ def test_numbers_that_do_not_fit_c_are_refused(models):
             mistake()
     assert [llamac.c_integer("n", n) for n in (-2 ** 31, 2 ** 31 - 1)] == [-2 ** 31, 2 ** 31 - 1]
     for n in -2 ** 31 - 1, 2 ** 31:
-        with pytest.raises(llamac.Error, match="32 bits"):
+        with pytest.raises(llamac.Error, match="32-bit"):
             llamac.c_integer("n", n)
     for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8),
                    np.array([1, 0, 5, 0], np.int32)[::2]):
@@ -496,7 +496,7 @@ def test_a_missing_library_is_reported_with_make_lib(tmp_path):
             [sys.executable, "-c",
              "import llamac\ntry: llamac.Model('x')\nexcept llamac.Error as e: print(e)"],
             capture_output=True, text=True, cwd=tmp_path)
-        assert "libllamac.so cannot be used" in done.stdout, done.stderr
+        assert "libllamac.so cannot be loaded" in done.stdout, done.stderr
         assert "make lib" in done.stdout, done.stderr
 
 
@@ -617,7 +617,7 @@ def test_callbacks_see_progress_and_stop_calls(models):
         with pytest.raises(raised, match=message):
             llamac.Engine(model, progress=progress)
     used = llamac.Engine(model, abort=lambda: llamac.Sequence(used))
-    with pytest.raises(llamac.Error, match="a callback of the engine uses the engine"):
+    with pytest.raises(llamac.Error, match="a callback of the engine must not use the engine"):
         llamac.Sequence(used).forward(text, 0)
     with pytest.raises(TypeError, match="callable"):  # from Python, which can't call 5
         llamac.Sequence(llamac.Engine(model, abort=5)).forward(text, 0)

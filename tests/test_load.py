@@ -215,7 +215,7 @@ def test_of_several_files_of_weights_those_that_transformers_loads(tmp_path, voc
     torch.save({}, folder / "pytorch_model.bin")
     ours, theirs = both()
     assert torch.equal(ours, theirs) and torch.equal(ours, before)
-    assert "not read for the model" in refused(capsys, load.read_model, folder / shard)
+    assert "not part of the model" in refused(capsys, load.read_model, folder / shard)
     assert torch.equal(load.read_model(folder / "model.safetensors")[0]["tok_embeddings.weight"],
                        before)
     change_json(folder / "config.json", transformers_weights=shard)
@@ -257,7 +257,7 @@ def test_a_classifier_that_config_json_calls_tied(same, tmp_path, vocabulary, ca
     if same:
         assert torch.equal(load.read_model(folder)[0]["output.weight"], theirs.lm_head.weight)
     else:
-        assert "lm_head.weight is not model.embed_tokens.weight" in refused(
+        assert "lm_head.weight differs from model.embed_tokens.weight" in refused(
             capsys, load.read_model, folder)
         change_json(folder / "config.json", tie_word_embeddings=False)
         assert torch.equal(load.read_model(folder)[0]["output.weight"], theirs.lm_head.weight)
@@ -759,7 +759,7 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
     data = json.loads(index.read_text())
     first = sorted(folder.glob("*.safetensors"))[0]
     for weight_map, said in ((3, "expected an index"),
-                             ({"a": "../x.safetensors"}, "leads out of this folder"),
+                             ({"a": "../x.safetensors"}, "names a file outside this folder"),
                              (data["weight_map"] | {"a": "none.safetensors"}, "No such file")):
         index.write_text(json.dumps({"weight_map": weight_map}))
         assert said in refused(capsys, load.read_model, folder)

@@ -141,9 +141,9 @@ def other_targets(monkeypatch):
     (head_alone, "never changed"), (no_gradient, "stuck at the start, about ln V = 5."),
     (no_update, "stuck at the start"), (shuffled_targets, "read twice, is not the same"),
     (cut_logits, "a limit on the logits"),
-    (dropped_tokens, "no better than without seeing the text"),
-    (blind_attention, "no better than from the last token alone"),
-    (other_targets, "not that of these targets"), (wild_rate, "the rate")])
+    (dropped_tokens, "no better than a model that ignores its input"),
+    (blind_attention, "no better than a model that sees only the last token"),
+    (other_targets, "computed from other targets"), (wild_rate, "the rate")])
 def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monkeypatch, bug,
                                                            words):
     monkeypatch.setattr(overfit, "PATIENCE", 60)
@@ -155,9 +155,9 @@ def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monk
 
 def test_advice_compares_the_loss_with_what_less_of_the_context_allows():
     lowest = {0: 3.0, 1: 2.0, None: 0.1}
-    for end, words in ((4.95, "stuck at the start"), (2.95, "without seeing the text"),
-                       (2.5, "from the last token alone"), (1.95, "from the last token alone"),
-                       (1.5, "but not to the end"), (0.15, "not that of these targets")):
+    for end, words in ((4.95, "stuck at the start"), (2.95, "that ignores its input"),
+                       (2.5, "sees only the last token"), (1.95, "sees only the last token"),
+                       (1.5, "but not to the end"), (0.15, "computed from other targets")):
         assert words in overfit.advice([5.0, end], lowest, 0.2, changes=False)
 
 
@@ -382,7 +382,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
     ], folder, env)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("dry run: all worked: two steps ")
+    assert last.startswith("dry run passed: two steps ")
     for what in ("two steps", "resumed", "third step"):
         assert re.search(rf"{what} \d+\.\d s[,;]", last), what
     assert ("./run " in last) == (ROOT / "run").exists() != ("./run is not built" in done.stdout)
@@ -401,14 +401,14 @@ def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypat
 
 
 @pytest.mark.parametrize("mode, words", [
-    ("overfit", "PASS"), ("dry_run", "dry run: all worked"),
+    ("overfit", "PASS"), ("dry_run", "dry run passed"),
     pytest.param("lr_find", "to copy: --learning_rate=", marks=pytest.mark.slow),
     ("profile", "the ten largest ops")])
 def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, folder, mode, words):
     assert trainer(minutes=0.2, out_dir="out/timed",
                    **{mode: 1 if mode == "overfit" else True}) == 0
     out = capsys.readouterr().out
-    assert "sizes from the text, this machine and the time" in out, out
+    assert "settings derived from the text, this machine and the time" in out, out
     assert words in out and "is finished" not in out, out
 
 

@@ -761,7 +761,7 @@ def test_a_broken_preset_is_reported_and_left_out(tmp_path, monkeypatch):
     assert found == {"good.py": {"dim": 32}}
     assert [text.partition(":")[0] for text in wrong] == [
         "exit.py", "nan.py", "none.py", "syntax.py", "unknown.py"]
-    assert "no knob 'os'" in wrong[4] and command.train_arguments({}, "good.py")
+    assert "no setting 'os'" in wrong[4] and command.train_arguments({}, "good.py")
     with pytest.raises(ValueError, match="no preset 'syntax.py' that can be used"):
         command.train_arguments({}, "syntax.py")
 

@@ -104,7 +104,7 @@ def test_mistakes_are_reported_in_openais_format(client, server):
         assert (wrong(refused, "encoding_format is", encoding_format=value).param
                 == "encoding_format")
     for name, value in ("dimensions", 8), ("prompt", "A"), ("pooling", "last"):
-        error = wrong(refused, f"'{name}' is not a field", extra_body={name: value})
+        error = wrong(refused, f"'{name}' is not a supported field", extra_body={name: value})
         assert error.param == name and error.code == "unknown_parameter"
     assert (wrong(openai.InternalServerError, "not finite", model="broken").body["type"]
             == "server_error")

@@ -274,7 +274,7 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
         text = capsys.readouterr()
         assert text.out == run("-t", "0", "-n", str(count), "-i", long).decode()
         assert len(vocabularies["mha"].encode(text.out)) > 280
-        assert text.err == "the context of 256 tokens is full: it slides over the text\n"
+        assert text.err == "the context of 256 tokens is full: the oldest tokens are dropped\n"
     # With BOS these are 257 tokens, of which the last one is not evaluated.
     command(monkeypatch, sample, **knobs | dict(max_new_tokens=256 - size), temperature=0.0)
     assert not capsys.readouterr().err
@@ -323,7 +323,7 @@ def test_sample_continues_the_lines_of_a_file(exported, vocabularies, tmp_path, 
     (sample, dict(out_dir="none"), "no complete checkpoint"),
     (sample, dict(prompts="none"), "No such file"),
     (sample, dict(prompts="empty"), "has no lines"),
-    (sample, dict(prompts="empty", prompt="a"), "no --prompt beside it"),
+    (sample, dict(prompts="empty", prompt="a"), " and --prompt: expected one of them"),
     (evaluate, dict(perplexity=""), "give --perplexity"),
     (evaluate, dict(perplexity="none"), "No such file"),
     (evaluate, dict(perplexity="empty"), "the text has no tokens"),

@@ -555,7 +555,7 @@ def test_the_costly_ones_are_left_out_and_named_when_the_time_is_over(start, mon
     monkeypatch.setattr(preflight, "SHARE", 0)
     done = start()
     assert done.code == 0, done.all
-    assert ("left out, since the others took more than 0 s: "
+    assert ("skipped, since the others took more than 0 s: "
             "rate, saved, run, leak") in done.out, done.all
 
 

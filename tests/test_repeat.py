@@ -125,8 +125,8 @@ def test_what_a_repetition_takes_from_a_run():
 
 @pytest.mark.parametrize("change, words, said", [
     ({"data": "password=***"}, [],
-     "--data was password=***, in which a secret was hidden; give it again to repeat the run"),
-    ({}, ["--depth=4"], "--depth=4: run/config.json has all sizes"),
+     "--data was password=***, without its secret; give the full value to repeat the run"),
+    ({}, ["--depth=4"], "--depth=4: run/config.json sets all sizes"),
 ])
 def test_what_cannot_be_repeated_is_one_line(tmp_path, capsys, change, words, said):
     (tmp_path / "run").mkdir()

@@ -340,6 +340,8 @@ WIDE = {"blocks of 256": dict(dim=256, hidden=512, heads=4, kv=2, layers=1, tied
         "blocks of 256 and 32": dict(dim=256, hidden=160, heads=4, kv=1, layers=1)}
 K_FORMS = ["q4_k", "q5_k", "q6_k", "q4_k_m"]
 FORMS = ["v0:", "v1:", "v2:64", "v2:32", "v2:24", "v2:7", "f32", "f16", "bf16", "q8_0", "q4_0"]
+NO_TEXT = ("no text was generated: the prompt has {} tokens, and -n {} includes them; "
+           "use a larger -n\n")
 TEXT = ("The quick brown fox — jumps über den Zaun, 100 times, "
         "and then it does so again and again.")  # over 64 tokens
 
@@ -593,7 +595,7 @@ def test_the_asked_length_of_models_whose_texts_begin_with_nothing(run_bin, tmp_
                             (3, "abcdef", b"abc")):
         assert run(run_bin, path, "-t", 0, "-n", n, "-i", prompt) == text + b"\n", (n, prompt)
     p = subprocess.run([run_bin, path, "-n", "2", "-i", "cd"], capture_output=True, text=True)
-    assert p.stderr == "nothing was added: the prompt has 2 tokens, and -n 2 counts them too\n"
+    assert p.stderr == NO_TEXT.format(2, 2)
     path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)], seq=5,
                    **{"tokenizer.ggml.add_bos_token": False})
     assert run(run_bin, path, "-t", 0, "-n", 0, "-i", "cd") == b"cdefg\n"
@@ -623,7 +625,7 @@ def test_the_window_slides_over_what_is_longer_than_the_context(run_bin, tmp_pat
             [run_bin, tmp_path / "m.gguf", "-t", "0", "-n", "60", "-i", prompt, "--raw"],
             capture_output=True)
         assert (p.returncode, p.stdout) == (0, shown + b"\n")
-        notice = f"the context of {seq} tokens is full: it slides over the text\n"
+        notice = f"the context of {seq} tokens is full: the oldest tokens are dropped\n"
         assert p.stderr.decode().count(notice) == 1
         terminal = subprocess.run(p.args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
         # the notice follows the text instead of interrupting it
@@ -649,12 +651,12 @@ def test_a_prompt_longer_than_the_asked_length_says_so(run_bin, tmp_path):
     p = subprocess.run([run_bin, tmp_path / "m.gguf", "-n", "3", "-i", "abcdef"],
                        capture_output=True, text=True)
     assert p.stdout == "abc\n"
-    assert p.stderr == "nothing was added: the prompt has 6 tokens, and -n 3 counts them too\n"
+    assert p.stderr == NO_TEXT.format(6, 3)
     # neither count includes BOS
     p = subprocess.run([run_bin, tmp_path / "m.gguf", "-n", "6", "-i", "abcdef"],
                        capture_output=True, text=True)
     assert p.stdout == "abcdef\n"
-    assert p.stderr == "nothing was added: the prompt has 6 tokens, and -n 6 counts them too\n"
+    assert p.stderr == NO_TEXT.format(6, 6)
 
 
 def test_not_finite_logits_are_an_error(run_bin, tmp_path):

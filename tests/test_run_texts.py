@@ -314,10 +314,10 @@ def test_requests_that_are_refused_by_name(run_debug_bin, model):
             ({"messages": [message, message]}, "expected the assistant"),
             ({"messages": [message | {"name": "x"}]}, "'name'"),
             ({"messages": [message, {"role": "assistant", "content": "x"}]}, "not from the user"),
-            ({"messages": [message, {"role": "system", "content": "x"}]}, "not the first"),
+            ({"messages": [message, {"role": "system", "content": "x"}]}, "is not the first"),
             (b'{"prompt": "a"} x', "text after"), (b'{"prompt": "a", "prompt": "b"}', "twice"),
             (b'{"prompt": "a\x01"}', "control"), (b'{"prompt": "\\x"}', "escape"),
-            (b'{"prompt": "a', "without an end"), (b'{"prompt" "a"}', "expected :"),
+            (b'{"prompt": "a', "no closing quote"), (b'{"prompt" "a"}', "expected :"),
             (b'{"prompt": "\\u12"}', "4 hexadecimal"), (b'["a"]', "expected {"),
             (b'{"prompt": "a", "seed": 01}', "expected }")):
         found, = answers(run_debug_bin, model[0], [request])

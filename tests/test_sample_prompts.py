@@ -117,7 +117,7 @@ def test_a_training_on_chinese_continues_and_suggests_chinese(tmp_path):
              "--checks=none", "--peak_tflops=0.1"]
     done = forked.run([ROOT / "train.py", *words], tmp_path, env)
     assert json.loads((tmp_path / "out/novel/config.json").read_text())["vocab_source"] == "char"
-    assert "2.9 bytes: too short" in done.stdout
+    assert "2.9 bytes, and the text is too short" in done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(
         "./run out/novel/model.gguf -i '此开卷第一回也'\n"), done.stdout + done.stderr

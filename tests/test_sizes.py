@@ -128,7 +128,7 @@ def test_every_plan_can_train(monkeypatch, size):
         epochs = values["max_iters"] * costs.tokens_per_step(s) / meta["train_tokens"]
         assert (epochs <= plan.max_epochs(size) * 1.1
                 + 20 * costs.tokens_per_step(s) / meta["train_tokens"]
-                or "more than there is time for" in more["max_iters"][1])
+                or "more than the time allows" in more["max_iters"][1])
         assert 0 <= values["dropout"] < 0.5
         assert 0 < values["learning_rate"] < 0.02
 
@@ -219,7 +219,7 @@ def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch,
     monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 60 / possible)
     steps, why = plan.plan_length(s, set(), meta, SETUP)[1]["max_iters"]
-    assert steps == 10 * round(possible) and "more than there is time for" in why
+    assert steps == 10 * round(possible) and "more than the time allows" in why
 
 
 def test_every_width_that_is_tried_makes_a_model():
@@ -429,7 +429,7 @@ def test_memory_bounds_the_model(monkeypatch):
         monkeypatch.setattr(plan.hardware, "free_memory", lambda device, free=free: free)
         found = plan.plan_shape(knobs(), set(), 1 << 40, SETUP)
         widths.append(found["dim"][0])
-        assert found["dim"][1] == "the widest that memory holds"
+        assert found["dim"][1] == "the widest that fits into memory"
     assert widths == sorted(set(widths))
 
 
@@ -443,7 +443,7 @@ def test_memory_of_a_gpu_bounds_the_model_by_its_own_parameters(monkeypatch):
     for gib in (1, 3, 8):
         monkeypatch.setattr(plan.hardware, "free_memory", lambda device, gib=gib: gib << 30)
         found = plan.plan_shape(knobs(), set(), 1 << 40, CARD)
-        assert found["dim"][1] == "the widest that memory holds"
+        assert found["dim"][1] == "the widest that fits into memory"
         s = knobs(**plan.values(found))
         args = train.BUILD.model_args(s, plan.expected_vocab_size(s, 1 << 40))
         assert sum(costs.expected_memory(
@@ -511,14 +511,14 @@ def test_the_limit_that_is_told():
     assert "the model has memorized (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
     assert told({"last": 50}, epoch=30.0).endswith(
-        "unless teachers spend it: --teacher=auto --minutes=9")  # 5 x 100 seconds
+        "unless teachers use it: --teacher=auto --minutes=9")  # 5 x 100 seconds
     s = s.changed(teacher="ngrams")
     # The n-grams have written text, so models would add nothing.
-    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly does")
     meta["train_bytes"] = 90_000
     assert told({"last": 50}, epoch=30.0).endswith("--teacher=auto --minutes=9")
     s = s.changed(teacher="out/other")
-    assert told({"last": 50}, epoch=30.0).endswith("more time hardly")
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly does")
     meta["train_bytes"] = 3000
     losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # the text is memorized
     assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses)

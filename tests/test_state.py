@@ -211,7 +211,7 @@ def test_every_bit_of_the_header_and_many_others(saved):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         line = refusal(engine, path, bytes(changed))
-        assert ("no saved sequence" if bit < 64 else "expected 1: delete" if bit < 96
+        assert ("not a file of --prompt-cache" if bit < 64 else "expected 1: delete" if bit < 96
                 else "damaged; delete it") in line
     path.write_bytes(data)
     assert len(engine.load(path)) == 70
@@ -227,7 +227,7 @@ def test_files_of_other_lengths(saved):
     for n in sorted({min(max(part + by, 1), len(data) - 1)
                      for part in parts for by in (-5, -4, -1, 0, 1, 3)}):
         line = refusal(engine, path, data[:n])
-        assert ("no saved sequence" if n < 8 else "cut off") in line, n
+        assert ("not a file of --prompt-cache" if n < 8 else "cut off") in line, n
         if n >= 96:
             assert "bytes, expected" in refusal(engine, path, sealed(data[:n]))
     for more in b"\0", data:
@@ -237,7 +237,7 @@ def test_files_of_other_lengths(saved):
     with pytest.raises(llamac.Error, match="is empty"):
         engine.load(path)
     os.truncate(path, 2**42)  # a file of another program is refused without reading all of it
-    with pytest.raises(llamac.Error, match="no saved sequence"):
+    with pytest.raises(llamac.Error, match="not a file of --prompt-cache"):
         engine.load(path)
 
 
@@ -254,7 +254,7 @@ def test_crafted_files_with_the_right_checksum(saved):
                                    sealed(data[:at] + struct.pack("<I", value) + data[at + 4:]))
     for value, said in ((0, "expected 96"), (69, "bytes, expected"), (71, "bytes, expected"),
                         (257, "room for 256"), (2 ** 31, "room"),
-                        (2 ** 32 - 1, "4294967295 tokens, but there is room for 256")):
+                        (2 ** 32 - 1, "4294967295 tokens, but the context has room for 256")):
         assert said in refusal(engine, path,
                                sealed(data[:28] + struct.pack("<I", value) + data[32:]))
     for token in (-1, 300, 2**31 - 1, -2**31):
@@ -287,9 +287,9 @@ def test_files_of_other_models_and_options(saved, paths, tmp_path):
     for bits in 16, 8:
         line = refusal(started(paths["GQA"], bits), path, data)
         assert line.startswith(
-            f"a KV cache of 32 bits, expected {bits} as in this engine: start the engine with")
+            f"its KV cache has 32 bits, expected {bits} as in this engine: use the --kv that")
     assert refusal(started(paths["GQA"], positions=69), path, data).startswith(
-        "70 tokens, but there is room for 69: start")
+        "it has 70 tokens, but the context has room for 69: use")
     path.write_bytes(data)
     for engine in (started(paths["GQA"], positions=70), started(paths["GQA"], no_copy=True),
                    started(paths["GQA"].read_bytes())):
@@ -449,9 +449,10 @@ def test_prompt_cache_that_is_refused(run_debug_bin, paths, tmp_path):
     said(run_debug_bin, model, "-i", "Hello", "-n", 20, "-s", 1, "--prompt-cache", file)
     data = file.read_bytes()
     for changed, flags, message in (
-            (data[:-1], (), "damaged; delete it"), (b"GGUF" + data, (), "no saved sequence"),
-            (data, ("--kv=q8",), "a KV cache of 32 bits, expected 8 as in this engine"),
-            (data, ("-c", 5), "6 tokens, but there is room for 5")):
+            (data[:-1], (), "damaged; delete it"),
+            (b"GGUF" + data, (), "not a file of --prompt-cache"),
+            (data, ("--kv=q8",), "its KV cache has 32 bits, expected 8 as in this engine"),
+            (data, ("-c", 5), "it has 6 tokens, but the context has room for 5")):
         file.write_bytes(changed)
         line = run(run_debug_bin, model, "-i", "Hey", "-n", 20, *flags, "--prompt-cache", file,
                    status=1)
@@ -464,5 +465,5 @@ def test_prompt_cache_that_is_refused(run_debug_bin, paths, tmp_path):
     assert "not a regular file" in run(run_debug_bin, model, "--prompt-cache", tmp_path, status=1)
     for flags in (["--prompts", model], ["--jsonl"], ["-b", 2], ["-m", "chat"], ["--tokenize"],
                   ["--bench"], ["--verify"], ["--logits"], ["--perplexity", model]):
-        assert "run: --prompt-cache: expected one text" in run(
+        assert "run: --prompt-cache: works only when generating one text" in run(
             run_debug_bin, model, *flags, "--prompt-cache", file, status=1)

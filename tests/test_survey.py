@@ -41,7 +41,7 @@ def test_a_text_is_shown_as_tables_page_and_picture(tmp_path):
     train = [split[1:-1]
              for split in np.split(dataset.train, np.flatnonzero(dataset.train == 1)[1:])]
     copied = sum(bytes((document - 3).astype(np.uint8)) == lines[0].encode() for document in train)
-    twice = rows_of(done.stdout, "documents that come more than once")[1].split(maxsplit=2)
+    twice = rows_of(done.stdout, "documents that occur more than once")[1].split(maxsplit=2)
     assert twice == [str(copied), str(len(lines[0].encode()) + 2), lines[0][:len(twice[2])]]
     assert copied > 1
     assert "<s>|⟨天⟩|⟨地⟩|⟨玄⟩|⟨黃⟩|␣|n|u" in done.stdout
@@ -78,7 +78,7 @@ def test_a_large_text_is_read_in_part_and_the_table_says_so():
     assert said["tokens"][0] == "6,000,000"
     assert found["most frequent pieces"][1][0] == "␣ab" and found["longest pieces"][2][0] == "世"
     assert said["pieces that are used"][0] == "4 of 5"
-    assert found["documents that come more than once"][1][2] == "世 ab ab"
+    assert found["documents that occur more than once"][1][2] == "世 ab ab"
     assert survey.bins(np.array([1, 5, 6, 40]))[1:] == [
         ["1 to 1", 1], ["2 to 3", 0], ["4 to 7", 2], ["8 to 15", 0], ["16 to 31", 0],
         ["32 to 63", 1]]

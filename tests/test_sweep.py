@@ -350,7 +350,7 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name):
 @pytest.mark.parametrize("change, message", [
     ({"method": "guess"}, "expected grid, random or bayes"),
     ({"parameters": {}}, "has no parameters"),
-    ({"early_terminate": {"type": "hyperband"}}, "'early_terminate' is not known here"),
+    ({"early_terminate": {"type": "hyperband"}}, "'early_terminate' is not supported; run"),
     ({"parameters": {"x": {"min": 1, "max": 2}}}, "a grid needs values"),
     ({"parameters": {"x": 3}}, "x is 3"),
     ({"method": "random", "parameters": {"x": {"min": 2, "max": 1}}}, "expected min <= max"),
@@ -391,12 +391,12 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name):
     ({"metric": "loss/val"}, "metric is 'loss/val', expected "),
     ({"metric": {"name": "a", "goal": "maximise"}}, "'maximise'}, expected "),
     ({"metric": {"name": ["loss/val"]}}, "{'name': ['loss/val']}, expected "),
-    ({"metric": {"name": "a", "impute": "best"}}, "metric has 'impute', which is not known here"),
+    ({"metric": {"name": "a", "impute": "best"}}, "metric has 'impute', which is not supported"),
     ({"metric": {"name": "a", "target": "low"}}, "'target': 'low'}, expected "),
     ({"command": "python train.py"}, "command is 'python train.py', expected a list"),
     ({"command": []}, "command is [], expected"),
-    ({"command": ["${interpreter}", "${program}"]}, "command has no word ${args}"),
-    ({"command": ["${interpreter}", "${program}", "${args}x"]}, "command has no word ${args}"),
+    ({"command": ["${interpreter}", "${program}"]}, "command lacks ${args}"),
+    ({"command": ["${interpreter}", "${program}", "${args}x"]}, "command lacks ${args}"),
     ({"command": ["${args}", "${args_json_file}"]},
      "command has ${args_json_file}, expected one of ${env}, "),
     ({"command": ["${args}", "${envvar:NOT_HERE}"]},
@@ -405,8 +405,8 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name):
      "command sets --out-dir=here, but the sweep gives"),
     ({"command": ["${program}", "${args}", "--init_from", "x"]},
      "command sets --init_from, but the sweep gives"),
-    ({"name": 3}, "name is 3, expected a text"),
-    ({"project": ["a"]}, "project is ['a'], expected a text"),
+    ({"name": 3}, "name is 3, expected a string"),
+    ({"project": ["a"]}, "project is ['a'], expected a string"),
     ({"parameters": {"out_dir": {"values": ["a", "b"]}}},
      "expected value: the folder for all trials"),
     ({"parameters": {"x": {"values": [1], "probabilities": [1]}}},
@@ -635,8 +635,9 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path):
     content = {"method": "grid", "parameters": {"x": {"values": [1]}}}
     (tmp_path / "o").mkdir()
     for name, text, message in [
-        ("sweep.jsonl", "mine\n", "o/sweep.jsonl: is not of a sweep; move it elsewhere"),
-        ("1.txt", "mine\n", "o/1.txt: is in the way of a trial's output; give another --out_dir")
+        ("sweep.jsonl", "mine\n", "o/sweep.jsonl: was not written by a sweep; move it elsewhere"),
+        ("1.txt", "mine\n",
+         "o/1.txt: exists, but a trial's output needs this name; give another --out_dir")
     ]:
         (tmp_path / "o" / name).write_text(text)
         done = run(tmp_path, content)

@@ -256,9 +256,9 @@ def test_mistakes_are_reported_in_openais_format(client, server):
         assert wrong(refused, f"{name} is", extra_body={name: value}).param == name
     for name, value in (("tempature", 0), ("repetition_penalty", 1.1), ("max_new_tokens", 3),
                         ("messages", hi), ("top_logprobs", 2), ("max_completion_tokens", 3)):
-        error = wrong(refused, f"'{name}' is not a field", extra_body={name: value})
+        error = wrong(refused, f"'{name}' is not a supported field", extra_body={name: value})
         assert error.param == name and error.code == "unknown_parameter"
-    assert wrong(refused, "'prompt' is not a field", chat, messages=hi,
+    assert wrong(refused, "'prompt' is not a supported field", chat, messages=hi,
                  extra_body={"prompt": "A"}).param == "prompt"
     wrong(refused, "'include'", stream=True, stream_options={"include": True})
     wrong(refused, "include_usage", stream=True, stream_options={"include_usage": "yes"})

@@ -509,7 +509,7 @@ def test_a_log_that_is_deleted_moved_or_replaced_meanwhile_loses_no_row(tmp_path
     assert logged(2) == [0, 1, 2]
     out.rename(tmp_path / "moved")
     log.log({"iter": 3})  # the row waits until the next checkpoint creates the folder
-    assert not out.exists() and "its rows wait until it can" in capsys.readouterr().err
+    assert not out.exists() and "rows stay in memory until it can" in capsys.readouterr().err
     out.mkdir()
     (out / "trainer.json").write_text('{"pid": 1}')
     log.log({"iter": 4})
@@ -1397,7 +1397,7 @@ def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
         elif fault.startswith("raise"):
             assert all("the server is on fire" in line for line in warnings)
         elif fault.startswith("hang") and not fault.endswith("finish"):
-            assert said.count("goes on by itself with what is left") == 2, (fault, said)
+            assert said.count("uploads the rest in the background") == 2, (fault, said)
 
 
 def test_numbers_of_other_programs_may_have_the_names_of_our_tables(tmp_path):

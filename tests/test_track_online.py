@@ -297,7 +297,7 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
     assert "upload: 100%" in err
     seconds, err = track_one("stuck", 0)
     assert seconds < usual(30)
-    assert f"nothing has moved for {background.FINISH_SECONDS} s" in err
+    assert f"no progress for {background.FINISH_SECONDS} s" in err
     assert "track.py sync" in err
     end = time.monotonic() + 20
     while any(state(pid) not in "ZX" for pid in family):
@@ -307,11 +307,11 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
 
 @pytest.mark.parametrize(
     "fault, faulty, said", ids=["unauthorized", "rows not found", "garbage"], argvalues=[
-        (401, "", "warning: it is not known which of the run's 30 rows W&B has "
-                  "(OSError: {url} does not serve: "),
+        (401, "", "warning: could not find out which of the run's 30 rows W&B has "
+                  "(OSError: {url} answers with an error: "),
         (404, "file_stream", "warning: W&B has 0 of the run's 30 rows; "),
         (b"<html>Welcome to the hotel's network</html>", "",
-         "warning: it is not known which of the run's 30 rows W&B has")])
+         "warning: could not find out which of the run's 30 rows W&B has")])
 def test_a_server_that_refuses_in_mid_run_is_told_of_at_the_end(online, folder, capfd, monkeypatch,
                                                                 fault, faulty, said):
     """The W&B client gives up silently; track.py warns, and its command sends the missing rows."""

@@ -137,8 +137,8 @@ def test_a_single_seed_shows_no_noise():
         assert one.more is None
         assert not one.distinguishable
     assert sentence(judge({1: 2.0}, {1: 1.9}), unit="nats") == (
-        "not distinguishable: a single seed shows no noise, train at least 2 each, as by --seeds=2 "
-        "(B minus A: -0.10 nats, n = 1)")
+        "not distinguishable: a single seed shows no noise; train at least 2 each, as with "
+        "--seeds=2 (B minus A: -0.10 nats, n = 1)")
 
 
 @pytest.mark.parametrize("a, b, message", [

@@ -56,7 +56,7 @@ def test_of_conversations_the_answers_count(tmp_path):
           "(xz 2.5, gzip 3, token frequencies 4, chance 8)"),
     (2.8, "normal for a short training: 2.8000 bits per byte"),
     (2.0, "normal: 2.0000 bits per byte is less than a compressor needs ("),
-    (0.99, "not normal: 0.9900 bits per byte is less than the 1.010 that these stories hold"),
+    (0.99, "not normal: 0.9900 bits per byte is less than 1.010, the entropy of these stories"),
 ])
 def test_whether_a_loss_is_normal_is_a_sentence(loss, words):
     found = {"chance": 8.0, "unigram": 4.0, "gzip": 3.0, "xz": 2.5, "floor": 1.01}

@@ -117,7 +117,7 @@ def targets(ctx):
                   f"{decoded(ctx, x[row, t:end])} is followed by {decoded(ctx, y[row, t:end])}, "
                   f"on disk by {decoded(ctx, stored[row, t + 1:end + 1])}")
     if (y < 0).all():
-        raise Bug("no token of the first batch is a target; look at what is masked")
+        raise Bug("no token of the first batch is a target; look at the mask of the targets")
 
 
 def decoded(ctx, tokens):
@@ -144,7 +144,7 @@ def vocabulary(ctx):
         largest = int(np.max(getattr(ctx.dataset, split)[:1 << 20]))
         if largest >= size:
             raise Bug(f"{ctx.dataset.folder}/{split}.bin has the token {largest}, but the "
-                      f"vocabulary {size} pieces: it belongs to other data")
+                      f"vocabulary has {size} pieces: one of them belongs to other data")
     if ctx.dataset.masks:  # decoding leaves out the markers
         return
     ids = first_document(ctx.dataset)
@@ -156,7 +156,7 @@ def vocabulary(ctx):
         again = tokenizer.encode(first)[:len(ids) // 2]
         if tokenizer.unk_id not in ids and again != ids[:len(again)]:
             raise Bug(f"the first document on disk reads {first[:60]!r}, which this vocabulary "
-                      f"encodes differently: another one encoded it")
+                      f"encodes differently: it was encoded with another one")
     restored = tokenizer.decode(tokenizer.encode(source))
     if first.strip() not in restored and first.strip() not in source:
         raise Bug(f"the first document on disk reads {first[:60]!r}, which is not in "

@@ -44,7 +44,7 @@ def dry_run(config, main):
     distributed.on_master(try_files, first.config, first.exports, seconds)
     distributed.on_master(mode.remove_folder)
     spent = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items())
-    say(f"dry run: all worked: {spent}; only the prepared data remain, in {config.cache}")
+    say(f"dry run passed: {spent}; only the prepared data are kept, in {config.cache}")
     return 0
 
 

@@ -99,7 +99,7 @@ def describe(model, vocabulary, text, name=""):
     ids = prompt[:max_tokens(model.args)]
     found = record(model, ids)
     if not all(x.isfinite().all() for x in [found["logits"], *model.parameters()]):
-        fail(f"{name}: cannot be looked into, its weights are broken (they or their logits are not "
+        fail(f"{name}: cannot be inspected, its weights are broken (they or their logits are not "
              f"finite)")
     near = []
     for cosines, tokens in zip(*(rows.tolist() for rows in neighbours(model, ids))):

@@ -290,9 +290,9 @@ def check_peak(record, reached, device):
     dtype = hardware.TORCH_DTYPES[record["compute_dtype"]]
     again = hardware.measured_flops(device, dtype, seconds=1, products=math.inf)
     old, record["peak_flops"] = record["peak_flops"], max(again, reached)
-    distributed.say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of "
-                    f"{old / 1e12:.3g} ({record['mfu_basis']}); a product measured again: "
-                    f"{again / 1e12:.3g}; from here on mfu is against "
+    distributed.say(f"mfu: training reaches {reached / 1e12:.3g} TFLOP/s, more than the peak of "
+                    f"{old / 1e12:.3g} ({record['mfu_basis']}); a matmul measured again reaches "
+                    f"{again / 1e12:.3g}; the new peak for mfu is "
                     f"{record['peak_flops'] / 1e12:.3g}")
     record["mfu_basis"] += REMEASURED
 

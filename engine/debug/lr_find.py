@@ -40,7 +40,7 @@ def lr_find(t, train_step):
     before = [group["lr"] for group in opt.param_groups]
     with torch.random.fork_rng(devices=[t.device] if t.device.type == "cuda" else []):
         say(f"lr_find: a ramp of {RAMP} steps from {LOW:g} to {HIGH:g}, then four rates over "
-            f"{SWEEP} steps each, and more while the best is the first or last; nothing is applied")
+            f"{SWEEP} steps each, more while the best is at an end; no setting is changed")
         ramp = take_ramp(take)
         third = knee(ramp)
         sweep = [try_rate(rounded(min(third * FACTOR ** n, HIGH))) for n in (-2, -1, 0, 1)]
@@ -141,8 +141,8 @@ def report_rates(config, ramp, sweep):
     matplotlib is installed.
     """
     end = "diverged at" if diverged(ramp) else "did not diverge up to"
-    say(f"the ramp {end} {ramp[-1][0]:.2g}; at {knee(ramp):.2g} its loss had made {KNEE:.0%} of "
-        f"its fall")
+    say(f"the ramp {end} {ramp[-1][0]:.2g}; at {knee(ramp):.2g} its loss had fallen by {KNEE:.0%} "
+        f"of the total")
     for rate, loss in sweep:
         say(f"  learning_rate {rate:<8g} loss {loss:.4f} after {SWEEP} steps")
     low, middle, high = suggestion(sweep)

@@ -219,7 +219,7 @@ def loss(ctx):
         # A base model has never seen the markers of conversations.
         if whole > math.log(V) + slack and not ctx.dataset.masks:
             raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = "
-                            f"{math.log(V):.2f} of a model that knows nothing; were these weights "
+                            f"{math.log(V):.2f} of an untrained model; were these weights "
                             f"trained with this vocabulary?")
         return
     if V < 2:
@@ -232,8 +232,8 @@ def loss(ctx):
     # The mean loss on targets drawn at random from all tokens but the input token.
     random_loss = (others.logsumexp(1) - others.mean(1)).mean().item()
     if not abs(random_loss - math.log(V - 1)) < slack:
-        raise Bug(f"a fresh model finds some tokens much likelier than others: its loss on random "
-                  f"targets is {random_loss:.2f}, expected {math.log(V - 1):.2f} of equal chances; "
+        raise Bug(f"a new model should give all tokens about the same probability, but its loss on "
+                  f"random targets is {random_loss:.2f}, expected {math.log(V - 1):.2f}; "
                   f"look at the initialization")
 
 
@@ -280,7 +280,7 @@ def gradients(ctx):
         makes_scores = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
         # The softmax of a single score is always 1.
         if not size and not (makes_scores and x.shape[1] < 2):
-            raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
+            raise Bug(f"the gradient of {name} is zero: its output does not affect the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
     # If the embedding and the classifier are tied, their weight gets a gradient from the classifier
@@ -353,7 +353,7 @@ def accumulation(ctx):
     ratio = norm.item() / (whole_norm / ctx.scale.factor)  # `norm` is from before clipping
     if not abs(ratio - 1) < 0.05:
         raise Bug(f"a step's gradient has {ratio:.3g} times the norm of its batch's gradient in "
-                  f"one pass, {setting}; look at what divides a micro-batch's loss")
+                  f"one pass, {setting}; look at the divisor of a micro-batch's loss")
     # train_step has clipped its gradient, so compare only the directions.
     gap = total_norm([stepped[name] / stepped_norm - grad / whole_norm
                       for name, grad in whole.items()])

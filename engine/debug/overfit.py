@@ -48,7 +48,7 @@ def overfit(t, train_step):
               f"{p_before:.4f} -> {p_after:.4f}")
     note = f"; {listed(unchanged)} never changed" if unchanged else ""
     if model.lora:
-        note += "; of a LoRA, tokens that the frozen model has never seen can't be learned"
+        note += "; LoRA can't learn tokens that the frozen model has never seen"
     # The mean of p is at least exp(mean of ln p). If it is less, the loss has other targets than y.
     if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
         say(f"PASS: {result}{note}")
@@ -71,18 +71,18 @@ def advice(losses, lowest, goal, changes):
         return ("the batch of a step, read twice, is not the same: look at the data's order, "
                 "augmentation and targets")
     if end <= goal:
-        return ("the loss falls, but it is not that of these targets: look at what the model "
-                "shifts or compares")
+        return ("the loss falls, but it is computed from other targets: look at how the model "
+                "shifts and compares them")
     if end > 0.97 * start:
         return (f"stuck at the start, about ln V = {start:.2f}: look at whether gradients reach "
                 f"the weights, whether the optimizer has these parameters, and at the rate")
     if end > 0.95 * lowest[0]:
-        return (f"no better than without seeing the text ({lowest[0]:.2f}): look at whether the "
-                f"tokens reach the lm_head, at detached or frozen layers, a limit on the logits, "
-                f"and the rate, which may be too high")
+        return (f"no better than a model that ignores its input ({lowest[0]:.2f}): look at "
+                f"whether the tokens reach the lm_head, at detached or frozen layers, a limit on "
+                f"the logits, and the rate, which may be too high")
     if end > 0.95 * lowest[1]:
-        return (f"no better than from the last token alone ({lowest[1]:.2f}): look at the "
-                f"attention, its mask and positions, and the rate, which may be too high")
+        return (f"no better than a model that sees only the last token ({lowest[1]:.2f}): look at "
+                f"the attention, its mask and positions, and the rate, which may be too high")
     return ("the loss falls, but not to the end: look at the rate (too high or too low?), at "
             "capacity, a limit on the logits, a mask that hides too much, a frozen layer")
 

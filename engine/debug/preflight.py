@@ -230,5 +230,5 @@ def run_checks(ctx):
         fail(f"check {name}: {message}{more} (--checks=-{name} skips this check)")
     left_out = ""
     if late:
-        left_out = f"; left out, since the others took more than {budget:.0f} s: {', '.join(late)}"
+        left_out = f"; skipped, since the others took more than {budget:.0f} s: {', '.join(late)}"
     distributed.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s{left_out}")

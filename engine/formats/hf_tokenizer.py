@@ -127,12 +127,12 @@ def check_agreement(vocabulary, stored, folder):
     """
     def differ(how):
         fail(f"{folder}: tokenizer.model and tokenizer.json differ: {how}; transformers reads "
-             "tokenizer.json; move the one that is not this model's away")
+             "tokenizer.json; move the file that belongs to another model elsewhere")
 
     pieces = {piece.decode(): i for i, (piece, _, _) in enumerate(vocabulary.pieces())}
     for name, i in stored["model"]["vocab"].items():
         if pieces.get(name) != i:
-            differ(f"token {printable(i)} is {printable(name)!r} in the latter alone")
+            differ(f"token {printable(i)} is {printable(name)!r} only in the latter")
     with reading(folder / "tokenizer.json", "the tokenizer of this model", fail):
         if not has_merges_of(vocabulary, stored["model"]["merges"]):
             differ("the latter merges pieces in another order")

@@ -197,7 +197,7 @@ def weight_files(folder):
         with reading(index, "an index of .safetensors files", fail):
             names = {*read_json(index, MAX_JSON)["weight_map"].values()}
         if not all(map(is_plain_name, names)):
-            fail(f"{index}: weight_map leads out of this folder, expected names of files in it")
+            fail(f"{index}: weight_map names a file outside this folder, expected files in it")
         return [folder / name for name in sorted(names)]
     found = "none"
     if any(folder.glob("pytorch_model*.bin")):
@@ -218,8 +218,8 @@ def refuse_unread(path):
         files = sorted(folder.glob("consolidated.*.pth"))
     if path not in files:
         names = ", ".join(file.name for file in files[:3])
-        fail(f"{path}: not read for the model in {folder}, whose weights are in {names}; name the "
-             "folder, or a folder with this file alone")
+        fail(f"{path}: not part of the model in {folder}, whose weights are in {names}; name the "
+             "folder, or a folder with only this file")
 
 
 def hf_tensors(folder, args):
@@ -233,14 +233,14 @@ def hf_tensors(folder, args):
             for name in weights.keys():
                 if name in files:
                     fail(f"{folder}: tensor {name[:80]!r} is in {files[name].name} and in "
-                         f"{path.name}; one of them is another model's")
+                         f"{path.name}; one of them belongs to another model")
                 stored = weights.get_slice(name)
                 files[name], shapes[name], dtypes[name] = (
                     path, stored.get_shape(), stored.get_dtype())
     both = "lm_head.weight", "model.embed_tokens.weight"
     if args.tied and all(name in files for name in both) and not equal_weights(files, *both):
-        fail(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
-             "model.embed_tokens.weight; set it to false there if lm_head.weight is the "
+        fail(f"{folder}: config.json sets tie_word_embeddings, but lm_head.weight differs "
+             "from model.embed_tokens.weight; set it to false there if lm_head.weight is the "
              "classifier, as transformers assumes since version 5")
     # Old files contain tables of rotary frequencies.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
@@ -310,7 +310,7 @@ def read_meta(folder, with_tokenizer=True):
     """
     paths = sorted(folder.glob("consolidated.*.pth"))
     if not paths:
-        fail(f"{folder}: expected consolidated.00.pth beside params.json")
+        fail(f"{folder}: expected consolidated.00.pth next to params.json")
     shards, n = [load_shard(path) for path in paths], len(paths)
     args = meta_args(folder / "params.json", shards[0], n)
     columns = shards[0]["tok_embeddings.weight"].shape[1] < args.dim

@@ -150,8 +150,8 @@ def refuse_other_tensors(state, args):
     if lazy or not tied & state.keys():
         return
     if not torch.equal(state["output.weight"], state["tok_embeddings.weight"]):
-        fail("the model's output.weight is not tok_embeddings.weight, but its settings say "
-             "tied=True")
+        fail("the model's output.weight differs from tok_embeddings.weight, but its settings "
+             "have tied=True")
 
 
 def architecture(args):

@@ -173,8 +173,8 @@ def new_vocab_size(args, rows, whole, path):
         new = {i for i in indices if i >= size}
         if values.shape != (len(indices), args.dim) or new != {*range(size, size + len(new))}:
             fail(f"{path}: the rows of {name} are {tuple(values.shape)} for the tokens "
-                 f"{printable(indices)}, expected one of {args.dim} numbers for each, and for each "
-                 f"token from {size} on")
+                 f"{printable(indices)}, expected a row of {args.dim} numbers for each of them, "
+                 f"and for each token from {size} on")
         if name in whole and whole[name].shape != (size, args.dim):
             fail(f"{path}: {name} has shape {tuple(whole[name].shape)}, expected rows of "
                  f"{args.dim}")

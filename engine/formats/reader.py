@@ -58,11 +58,11 @@ def plausible(name, w, where):
     """
     flat = w.reshape(-1)
     if not all(part.isfinite().all() for part in flat.split(1 << 24)):
-        fail(f"{where}: {name} holds values that are not finite; damaged, or of a run that "
-             "diverged")
+        fail(f"{where}: {name} holds values that are not finite; the file is damaged, or its "
+             "run diverged")
     # Test a few values first: they are nearly always not all zeros, so the rest need not be read.
     if NEVER_ZERO.search(name) and not flat[:4096].any() and not w.any():
-        fail(f"{where}: {name} holds nothing but zeros; damaged, as by an interrupted download")
+        fail(f"{where}: {name} contains only zeros; damaged, for example by an incomplete download")
     return w
 
 

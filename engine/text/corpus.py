@@ -260,7 +260,7 @@ def read_files(source, options, copies, intake):
         print(line)
     if len(intake.files) > 1:
         raise Unfit(f"{source.text}: {intake.files[True]} holds conversations, "
-                    f"{intake.files[False]} texts; expected one kind: prepare them by themselves")
+                    f"{intake.files[False]} texts; expected one kind; prepare each separately")
     documents = np.concatenate(documents) if len(documents) > 1 else documents[0]
     if not len(documents):
         what = "conversation to train on" if intake.faults else "text, only white space"

@@ -41,13 +41,13 @@ def download(path, base_url, size, expected):
     url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
     if path.exists():
         check_hash(path, path, path.stat().st_size, size, expected,
-                   "move it away, and the same command downloads it")
+                   "move it elsewhere, and the same command downloads it")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     have = furthest = part.stat().st_size
     if shutil.disk_usage(path.parent).free < size - have:
-        raise Unfit(f"{path.parent}: too little room for {path.name}, "
+        raise Unfit(f"{path.parent}: too little disk space for {path.name}, "
                     f"{(size - have) / 1e9:.1f} GB more needed")
     failures = 0
     with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True,
@@ -66,8 +66,8 @@ def download(path, base_url, size, expected):
             failures = 0 if have > furthest else failures + 1
             furthest = max(furthest, have)
             if have < size and (permanent or failures > len(PATIENCE)):
-                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same "
-                            f"command continues; or put the file at {path}")
+                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are downloaded; the "
+                            f"same command continues; or put the file at {path}")
             if have < size and failures:
                 time.sleep(PATIENCE[failures - 1])
     try:

@@ -107,7 +107,7 @@ def errors_in_one_line(source, cache):
         raise
     except OSError as e:
         is_full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; make room, then the same command continues" if is_full else ""
+        advice = "; free disk space, then the same command continues" if is_full else ""
         fail(f"{e.filename or cache}: {e.strerror or e}{advice}")
     except KeyboardInterrupt:
         fail(f"{source}: preparation was interrupted; the same command continues it")
@@ -167,7 +167,7 @@ def as_prepared(config, given, meta):
         if name in given:
             how = f", with {name}={found}" if name in meta else ""
             fail(f"--{name}={value}: {config.data} is prepared already{how}; leave --{name} "
-                 f"out, set it to {found} if a preset sets it, or give a text instead")
+                 f"out, set it to {found} if a preset sets it, or name the text instead")
         changed[name] = found
     return changed
 
@@ -203,8 +203,8 @@ def make_job(text, options):
     cache = Path(options.cache).resolve()
     source = find_source(text, cache, options.column)
     if source.stories and options.max_text_bytes:
-        fail(f"--max_text_bytes={options.max_text_bytes}: the stories are made, not read; expected "
-             "stories:N")
+        fail(f"--max_text_bytes={options.max_text_bytes}: the stories are generated, not read; "
+             "expected stories:N")
     usual = stories.VOCAB_SIZE if source.stories else usual_pieces(source.size)
     goal = options.vocab_size or options.max_vocab_size or usual
     identity, vocab_name, vocab_file = source.identity, options.vocab_source, None
@@ -314,6 +314,6 @@ def locked(cache):
         try:
             lock(f)
         except BlockingIOError:
-            print(f"waiting for another program, which prepares data in {cache}", flush=True)
+            print(f"waiting for another program that is preparing data in {cache}", flush=True)
             lock(f, wait=True)
         yield

@@ -44,7 +44,7 @@ UNPACK = "; unpack it first"
 BINARY = [  # (pattern of the first bytes, "kind of file; what to do")
     (rb"\x89PNG\r\n", "a PNG image"), (rb"\xff\xd8\xff", "a JPEG image"), (rb"GIF8", "a GIF image"),
     (rb"II\*\0", "a TIFF image"), (rb"\{\\rtf", "an RTF document" + PLAIN),
-    (rb"%PDF-", "a PDF document; pdftotext, for one, gets its text"),
+    (rb"%PDF-", "a PDF document; pdftotext, for example, extracts its text"),
     (rb"\xd0\xcf\x11\xe0", "an old Office document" + PLAIN), (rb"GGUF", "a GGUF model"),
     (rb"SQLite format 3\0", "an SQLite database"), (rb"\x93NUMPY", "a NumPy array"),
     (rb"\x89HDF\r\n", "an HDF5 file"), (rb"\x7fELF|MZ\x90", "a program"),
@@ -263,7 +263,7 @@ def unpack(path, copy):
             try:
                 block = content.read(blocks.BLOCK)
             except DAMAGED as e:
-                raise Unfit(f"damaged, near byte {raw.tell():,} of it ({e})") from e
+                raise Unfit(f"damaged near byte {raw.tell():,} ({e})") from e
             if not block:
                 return Path(copy)
             out.write(block)
@@ -291,7 +291,7 @@ def convert(path, name, problem, copy):
 
     to_utf8 = f"-t UTF-8 {quoted(name)} > {other_file('.utf8.txt')}"
     if not found:
-        advice = ("no encoding that can be told for certain; if you know it, put it in place of "
+        advice = ("its encoding cannot be determined; if you know it, put it in place of "
                   f"LATIN1: iconv -f LATIN1 {to_utf8}")
         if problem.byte == 0:
             advice = ("if it is text, this command removes the zero bytes: "
@@ -316,7 +316,7 @@ def convert(path, name, problem, copy):
             mixed = utf8_lines > max(10, (utf8_lines + other_lines) / 10)
             if mixed and not found.startswith("UTF-"):
                 raise Unfit(f"some of its lines are {found}, others UTF-8",
-                            "expected one; convert the parts by themselves")
+                            "expected one encoding; convert the parts separately")
             try:
                 out.write(decoder.decode(block, not block).encode())
             except UnicodeDecodeError as e:

@@ -19,7 +19,7 @@ color-scheme:light dark}table{border-collapse:collapse;margin:.5em 0 2em}
 td,th{border-bottom:1px solid #8884;padding:.2em .8em;text-align:left;
 white-space:pre-wrap;overflow-wrap:anywhere}td.n{text-align:right;font-variant-numeric:tabular-nums}
 i{display:inline-block;height:.8em;background:#48a}"""
-COPIES = "documents that come more than once"
+COPIES = "documents that occur more than once"
 
 
 def visible(text):

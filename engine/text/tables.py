@@ -56,9 +56,9 @@ def pick_column(names, column):
 def no_column(column, names):
     """Return the Unfit of a table that lacks the column."""
     if not names:
-        return Unfit("no row of names", "expected a table")
+        return Unfit("no row of column names", "expected a table")
     wanted = " or ".join(map(repr, column_names(column)))
-    return Unfit(f"no column {wanted} but {listed(names)}",
+    return Unfit(f"no column {wanted}, only {listed(names)}",
                  "name the one that holds the text: --column=NAME")
 
 
@@ -169,10 +169,10 @@ class Dialect:
         """
         unclear = self.row_spans and not self.quote_inside and not self.header_quoted
         if unclear and len(self.names) > 1:
-            raise Unfit("some texts begin with a quotation mark, and it can't be told whether "
-                        "these enclose texts of several lines",
-                        "enclose the names in the first line too if they do; else no text may "
-                        "begin with one")
+            raise Unfit("some texts begin with a quotation mark, and it is unclear whether "
+                        "these marks enclose texts of several lines",
+                        "if they do, enclose the names in the first line too; if not, no text may "
+                        "begin with such a mark")
         return self.header_quoted or not self.quote_inside
 
     def words(self, enclosing):
@@ -217,7 +217,7 @@ def enclosed_texts(lines, dialect):
                 raise dialect.unfit(1 + reader.line_num, dialect.wrong_count(row))
             yield row[dialect.index] if row else ""
     except csv.Error as e:
-        raise dialect.unfit(1 + reader.line_num, f"is no row of a table ({e})") from e
+        raise dialect.unfit(1 + reader.line_num, f"is not a row of a table ({e})") from e
 
 
 def plain_texts(lines, dialect):
@@ -298,9 +298,9 @@ def from_list(path, column, copy):
             rest = rest[at:]
             too_many = len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES
             if len(rest) > MAX_LINE or too_many:
-                raise Unfit(f"object {count + 1} is longer than {MAX_LINE >> 20} MB, or no JSON")
+                raise Unfit(f"object {count + 1} is longer than {MAX_LINE >> 20} MB, or not JSON")
         if rest.strip() != "]":  # rest: the text after the last object
-            raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}",
+            raise Unfit(f"object {count + 1} is not JSON: {rest[:40]!r}",
                         "expected a list of objects")
 
     with progress("reading objects", os.path.getsize(path)) as bar:
@@ -312,7 +312,7 @@ def jsonl_record(line, column, where):
     try:
         return parse_json(line)
     except ValueError as e:
-        raise no_text(f"{where} holds no JSON ({e})", column) from e
+        raise no_text(f"{where} is not JSON ({e})", column) from e
 
 
 def jsonl_text(line, column, number):
@@ -349,7 +349,7 @@ def record_text(record, column, where):
     """Return the text under the column's name in a JSON value, as UTF-8 bytes. Raises Unfit."""
     if not isinstance(record, dict):
         found = json.dumps(record, ensure_ascii=False)[:40]
-        raise no_text(f"{where} holds no object but {found}", column)
+        raise no_text(f"{where} holds {found}, not an object", column)
     key = next((name for name in column_names(column) if name in record), None)
     if key is None:
         key = pick_column([*record], column)

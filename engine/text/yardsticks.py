@@ -18,8 +18,8 @@ OTHERS = "xz {xz}, gzip {gzip}, token frequencies {unigram}, chance {chance}"
 SENTENCES = {
     "chance": "not normal: {loss} bits per byte is no better than chance ({chance}); is the "
               "learning_rate too high? --overfit=1 shows whether it can learn at all",
-    "below the floor": "not normal: {loss} bits per byte is less than the {floor} that these "
-                       "stories hold; the model sees what it should predict",
+    "below the floor": "not normal: {loss} bits per byte is less than {floor}, the entropy of "
+                       "these stories; the model sees what it should predict",
     "token frequencies": "not normal yet: {loss} bits per byte is more than token frequencies "
                          f"alone need ({OTHERS})",
     "short": "normal for a short training: {loss} bits per byte is less than token frequencies "
@@ -33,8 +33,8 @@ SENTENCES = {
 # small text differ. For 60 kB of Chinese it was 1.44 to 1.5 while the validation loss still fell,
 # 1.6 when it had stopped falling, and 8.5 after 18 epochs without dropout.
 MEMORIZED, MIN_EPOCHS = 1.5, 2
-GAP = ("; the validation loss is {gap} % above the training loss, as the model memorizes the "
-       "text: more text helps most; --minutes chooses dropout, --early_stop=3 ends in time")
+GAP = ("; the validation loss is {gap} % above the training loss, as the model memorizes the text: "
+       "more text helps most; --minutes chooses dropout, --early_stop=3 stops the run in time")
 LONGER = "; train longer, or try other rates with --lr_find"
 
 

@@ -98,7 +98,7 @@ class Background:
             self.ended = True
             kill(self.process.processes() if self.process else ())
             tell(f"warning: tracking with {self.title} stopped ({redact(why)}); "
-                 f"log.jsonl goes on{self.remedy}", sys.stderr)
+                 f"log.jsonl is still written{self.remedy}", sys.stderr)
 
     def call(self, method, *arguments):
         """Queue a call of the tracker's method."""
@@ -136,15 +136,15 @@ class Background:
         if self.ended or not self.thread.is_alive():
             return
         if must_wait:
-            tell(f"tracking: {self.title} is uploading what is left; given up when nothing "
-                 f"moves for {FINISH_SECONDS} s")
+            tell(f"tracking: {self.title} is uploading the rest; it is stopped after "
+                 f"{FINISH_SECONDS} s without progress")
             self.wait_for_upload()
         else:
             self.ended = True
             lost = self.calls.qsize()  # calls that did not fit into the pipe to the process
-            tell(f"tracking: {self.title} goes on by itself with what is left, for "
+            tell(f"tracking: {self.title} uploads the rest in the background, for "
                  f"{FINISH_SECONDS} s at most"
-                 + (f"; the last {lost} rows are in log.jsonl alone" if lost else ""))
+                 + (f"; the last {lost} rows are only in log.jsonl" if lost else ""))
 
     def wait_for_upload(self):
         """
@@ -168,7 +168,7 @@ class Background:
                 if total - written > MIN_PROGRESS or not sys.platform.startswith("linux"):
                     written, last_progress = total, now
                 if now - last_progress > FINISH_SECONDS:
-                    self.give_up(f"nothing has moved for {FINISH_SECONDS} s")
+                    self.give_up(f"no progress for {FINISH_SECONDS} s")
                 elif now - begin > FINISH_SECONDS + size / MIN_BYTES_PER_SEC:
                     self.give_up(f"it has not finished after {now - begin:.0f} s")
                 self.thread.join(0.5)

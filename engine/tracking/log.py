@@ -151,8 +151,8 @@ class Jsonl:
         except OSError as e:
             if not self.warned:
                 self.warned = True
-                tell(f"warning: log.jsonl cannot be written ({e.strerror}); its rows wait until it "
-                     "can", sys.stderr)
+                tell(f"warning: log.jsonl cannot be written ({e.strerror}); rows stay in memory "
+                     "until it can", sys.stderr)
 
     def log(self, row):
         line = row | {"time": round(time.time(), 3)}

@@ -48,8 +48,8 @@ def sync(out_dir):
         count = count_rows(run, len(rows))
     if count < len(rows):
         fail(f"{out_dir}: W&B has {count} of the run's {len(rows)} rows; sync again. W&B takes no "
-             "rows from before its last one: if these are missing, give the run another \"id\" in "
-             f"{out_dir}/wandb.json first")
+             "rows older than its last one: if such rows are missing, give the run another \"id\" "
+             f"in {out_dir}/wandb.json first")
     end = rows[-1]["iter"] if rows else 0
     print(f"{out_dir}: run {run['id']} is complete up to iter {end}")
 

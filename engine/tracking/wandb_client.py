@@ -215,7 +215,7 @@ def at_server(run):
     except wandb.errors.CommError as e:
         if isinstance(e.exc, RunNotFoundError):
             return None
-        raise OSError(f"{wandb_server()} does not serve: {str(e).splitlines()[0]}") from e
+        raise OSError(f"{wandb_server()} answers with an error: {str(e).splitlines()[0]}") from e
     last_step = (found["historyKeys"] or {}).get("lastStep", -1)
     return found["historyLineCount"] or 0, last_step
 

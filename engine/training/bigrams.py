@@ -77,7 +77,7 @@ def start_tables(model, tokens):
     with torch.no_grad():
         model.tok_embeddings.weight.copy_(embedding)
         model.output.weight.copy_(classifier)
-    distributed.say(f"start: the tables begin with the counts of neighbouring tokens, made in "
+    distributed.say(f"start: embedding and classifier initialized from bigram counts in "
                     f"{time.monotonic() - started:.1f} s")
 
 

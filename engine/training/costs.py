@@ -333,14 +333,14 @@ def refuse_too_large(config, args, setup):
         return
     if sum(bound(1).values()) * processes <= free:
         advice = (f"lower --batch_size (now {config.batch_size}) and raise "
-                  f"--gradient_accumulation_steps by as much")
+                  f"--gradient_accumulation_steps by the same factor")
     else:
         advice = (f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or "
                   f"--depth")
     parts = ", ".join(f"{kind} {size / 2 ** 30:.1f}" for kind, size in kinds.items())
     each = f" in each of {processes} processes" if processes > 1 else ""
     fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory ({parts}){each} and "
-         f"there are {free / 2 ** 30:.1f}; {advice}")
+         f"{free / 2 ** 30:.1f} are free; {advice}")
 
 
 # ---- a trial training ----------------------------------------------------------------------------
@@ -533,7 +533,7 @@ def estimate_run(config, args, setup, meta, begun=0):
             speed = tokens_per_step(config) / step
     kinds["text"] = text * cpu
     kinds["n-grams"] = distill.ngrams_memory(config, meta)
-    kinds["Python, torch and room to work" if cpu else "room to work"] = rest
+    kinds["Python, torch and temporary buffers" if cpu else "temporary buffers"] = rest
     return {"memory": kinds, "seconds": seconds, "tokens_per_sec": speed}
 
 
@@ -614,7 +614,7 @@ def format_bytes(size):
 def memory_line(kinds, free=None):
     """Return the sum of {kind: bytes} as text, with the kinds of at least 1 MiB."""
     named = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds.items() if n >= 1 << 20)
-    available = f" of {format_bytes(free)} that are free" if free else ""
+    available = f" of {format_bytes(free)} free" if free else ""
     return f"about {format_bytes(sum(kinds.values()))}{available}: {named}"
 
 
@@ -689,12 +689,12 @@ def show(config, args, setup):
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * steps * step_tokens:.3g} "
           f"in {steps:,} steps of {step_tokens:,} tokens")
     free = hardware.free_memory(setup.device)
-    available = f", of {format_bytes(free)} that are free" if free else ""
+    available = f", of {format_bytes(free)} free" if free else ""
     print(f"memory      {format_bytes(sum(estimate['memory'].values()))}, about{available}")
     for kind, size in estimate["memory"].items():
         print(f"            {kind:<17}{format_bytes(size):>11}")
     print(f"time        {time_line(config, estimate)}")
-    print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
+    print(f"{'files':<12}bytes               ./run, max tokens/s, limited by memory bandwidth")
     # To compute a token, ./run reads the weights except the embedding (unless it is also the
     # classifier) and on average half of the context's keys and values. `cached` counts the numbers
     # in that half, which are as many as in all keys. Each has 4 bytes, or 2 if the weights are

@@ -128,8 +128,8 @@ def assemble(models, config, dataset):
         if models:
             dataset.read_beside(cached_text(models, dataset, written, config.cache))
         else:  # not cached: writing takes a second and always gives the same text
-            distributed.say(f"teachers: n-grams write {written:,} tokens, which are trained on "
-                            f"beside the text")
+            distributed.say(f"teachers: n-grams write {written:,} tokens, which are added to "
+                            f"the training text")
             tokens = Ngrams(dataset.train, n, meta["vocab_size"]).write(written)
             dataset.read_beside(tokens.astype(dataset.train.dtype))
     if ngrams_can_teach(meta):  # if not, validate.checked_args requires models
@@ -181,8 +181,8 @@ def write_text(models, dataset, n, path):
     """
     if path.exists():
         return
-    distributed.say(f"teachers: {len(models)} write {n:,} tokens, which are trained on beside "
-                    f"the text; kept in {path}")
+    distributed.say(f"teachers: {len(models)} write {n:,} tokens, which are added to the "
+                    f"training text; kept in {path}")
     device = next(models[0].parameters()).device
     generator = torch.Generator(device).manual_seed(SEED)
     total, batches = 0, []

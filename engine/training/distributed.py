@@ -234,8 +234,9 @@ def load_weights(model, weights):
         for name, tensor in own.items():
             weight = weights[name]
             if weight.shape != tensor.shape:
-                fail(f"the checkpoint's parameter {name} is {tuple(weight.shape)}, its own "
-                     f"settings imply {tuple(tensor.shape)}; it was changed after it was written")
+                fail(f"the checkpoint's parameter {name} is {tuple(weight.shape)}, its "
+                     f"settings imply {tuple(tensor.shape)}; the checkpoint was changed after it "
+                     f"was written")
             tensor.copy_(shard_like(weight, tensor))
 
 

@@ -71,7 +71,7 @@ def largest_batch(config, args, setup, gain=GAIN):
     `gain` times as fast as the one chosen before. setup: a costs.TrialSetup.
     """
     if config.fsdp:
-        fail("--batch_size=0 tries a model on one process; with --fsdp=True it needs a number")
+        fail("--batch_size=0 tries batches on one process; with --fsdp=True give a number")
     sequences = config.batch_size * config.gradient_accumulation_steps
     hardware.release_memory(setup.device)  # the child process could not use it
     free = hardware.free_memory(setup.device)
@@ -136,8 +136,8 @@ def try_batches(send, search):
             peak = hardware.peak_memory(device)
             speed = size * search.config.max_seq_len / min(times[1:])
             if limit and peak > limit:
-                return send.send(f"{size} takes {costs.format_bytes(peak)}, and "
-                                 f"{costs.format_bytes(limit)} is there for it")
+                return send.send(f"{size} takes {costs.format_bytes(peak)}, and only "
+                                 f"{costs.format_bytes(limit)} is available")
             send.send(Fit(size, peak, speed))
             if speed >= search.gain * best:
                 best, not_faster = speed, 0

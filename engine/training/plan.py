@@ -5,10 +5,10 @@ The evidence for the rules that use the text and the time budget is in doc/lab/o
 `given` is the set of settings that the user has set, which no rule changes; `size` is the number of
 bytes of the text; `setup` is the costs.TrialSetup with which the time of a step is measured.
 
-A plan is {setting: (value, reason)}. It is made in three parts. plan_characters decides whether the
+A plan is {setting: (value, reason)}. It is made in four parts. plan_characters decides whether the
 tokens of a small text are characters. plan_shape comes next, since the shape of the model decides
-the size of any other vocabulary. plan_length needs the number of tokens of the text, which is known
-once the text is encoded.
+the size of any other vocabulary. Once the text is encoded, plan_context lengthens the context for
+conversations, and plan_length, which needs the number of tokens, chooses the length.
 """
 import math
 import time
@@ -91,9 +91,9 @@ def derive_from_depth(config, given, vocab_size):
 
 def derives_from_time(config, given):
     """
-    Return whether the sizes are derived from a time budget. They are if --minutes is set, and for
-    new weights trained on the user's own text, unless the user sets depth, max_iters (as every
-    preset does) or max_minutes.
+    Return whether the sizes are derived from a time budget. They are if --minutes is set. Without
+    it, they are for new weights trained on the user's own text, unless the user sets depth,
+    max_iters (as every preset does) or max_minutes.
     """
     if config.minutes > 0:
         return True
@@ -114,8 +114,8 @@ def plan_characters(config, given, size):
     length = bytes_per_character(config.data, config.cache, config.column)
     if length < 1.5:
         return {}
-    return {"vocab_source": ("char", f"a character of this text has {length:.2g} bytes: too short "
-                                     f"a text to learn them from bytes or to teach words")}
+    return {"vocab_source": ("char", f"a character has {length:.2g} bytes, and the text is too "
+                                     f"short to learn characters from bytes, or to learn words")}
 
 
 def plan_shape(config, given, size, setup):
@@ -123,8 +123,9 @@ def plan_shape(config, given, size, setup):
     Return the plan of the shape: the widest model that the text can use, that fits in memory and
     that can be trained on enough tokens within the time budget.
 
-    Widths are tried in ascending order, each with a measured step, until one is too wide; the
-    narrowest valid one is accepted in any case. Ends the program if no width is valid.
+    Widths are tried in ascending order until one is too wide; the step of each is measured if its
+    model fits text and memory. The narrowest valid width is accepted in any case. Ends the program
+    if no width is valid.
     """
     device = setup.device.type
     minutes = config.minutes or DEFAULT_MINUTES["cpu" if device == "cpu" else "gpu"]
@@ -141,17 +142,17 @@ def plan_shape(config, given, size, setup):
         if block_params > max_block_params(size):
             reason = "the widest that a text of this size can use"
         elif not fits(trial, args, setup, free):
-            reason = "the widest that memory holds"
+            reason = "the widest that fits into memory"
         elif not is_fast_enough(trial, vocab_size, setup, minutes):
-            reason = "the widest that this time can train"
-        if reason and plan is not None:  # a given dim is tried alone: plan is None
+            reason = "the widest that can be trained in this time"
+        if reason and plan is not None:  # None: the first or given width is accepted
             plan["dim"] = plan["dim"][0], reason
             break
         plan = candidate
     if plan is None:
         fail(problem)
     planned = config.changed(minutes=minutes, **values(plan))
-    reason = "as given" if config.minutes else "unless --minutes says otherwise"
+    reason = "as given" if config.minutes else "the default; --minutes changes it"
     return {"minutes": (minutes, reason)} | plan | max_text(planned, given, size, setup)
 
 
@@ -196,8 +197,8 @@ def max_text(config, given, size, setup):
     limit = max(LARGE_TEXT // 4, 2 ** math.ceil(math.log2(4 * 4 * tokens)))
     if 2 * limit > size:
         return {}
-    reason = (f"bytes of the {size / 1e6:,.0f} MB of text are prepared, from all over it: more "
-              f"than there is time to read")
+    reason = (f"bytes of the {size / 1e6:,.0f} MB of text are prepared, as evenly spaced "
+              f"stretches: more than can be read in this time")
     return {"max_text_bytes": (limit, reason)}
 
 
@@ -209,30 +210,30 @@ def shape_of_width(config, given, dim, size):
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), MAX_CONTEXT)
     # A val_fraction of 0 means a tenth.
     smaller_split = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)  # bytes
-    while context > 4 and smaller_split < 4 * context:  # at 4 bytes per token, a split is too short
+    while context > 4 and smaller_split < 4 * context:  # shorter than a context of 4-byte tokens
         context //= 2
     context = config.max_seq_len if "max_seq_len" in given else context
 
     # RoPE needs an even head width, and query heads come in groups of equal size.
-    groups = config.n_kv_heads or 1
+    kv_heads = config.n_kv_heads or 1
     max_heads = max(1, dim // (32 if dim < 512 else 64))
-    valid = [n for n in range(1, max_heads + 1) if dim % (2 * n) == 0 and n % groups == 0]
-    heads = max(valid, default=groups)
+    valid = [n for n in range(1, max_heads + 1) if dim % (2 * n) == 0 and n % kv_heads == 0]
+    heads = max(valid, default=kv_heads)
 
-    # The smaller a text, the more a small batch helps.
+    # The smaller a text, the more a small batch helps: at most a token per 100 bytes of text.
     tokens = min(batch_tokens(12 * layers * dim ** 2), max(256, size // 100))
     sequences = max(1, round(tokens / context))
     passes = math.ceil(sequences / MAX_SEQUENCES)
 
-    tied = (True, "embedding and classifier share a table, so as not to memorize the text")
-    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: a new one, of many tokens
+    tied = (True, "embedding and classifier share weights, to memorize less of the text")
+    vocab_size = config.vocab_size or known_vocab_size(config)  # 0: a new one, assumed large
     begins_with_counts = config.bigram_start
     if "bigram_start" not in given and size >= TWO_TABLES_FROM:
         begins_with_counts = not vocab_size or has_many_tokens(vocab_size, dim)
     if begins_with_counts or is_ample:
-        tied = (False, "embedding and classifier learn more as two tables")
-    plan = {"dim": (dim, "the widest that is tried"),
-            "n_layers": (layers, "few: a short training gains more from width than from depth"),
+        tied = (False, "embedding and classifier learn more with separate weights")
+    plan = {"dim": (dim, "the largest width that is tried"),
+            "n_layers": (layers, "few layers: a short training gains more from width than depth"),
             "n_heads": (heads, f"{dim // heads} dimensions each"),
             "tie_embeddings": tied,
             "max_seq_len": (context, "tokens of context; more would not pay at this width"),
@@ -242,18 +243,18 @@ def shape_of_width(config, given, dim, size):
         plan["gradient_accumulation_steps"] = passes, "forward passes per step"
     if not known_vocab_size(config) and not config.vocab_size:
         limit = max_vocab_size(dim, layers, size)
-        share = "three quarters" if is_ample else "a third"
+        share = "three quarters" if is_ample else "a third" if tied[0] else "half"
         if limit:
             plan["max_vocab_size"] = limit, (f"max vocabulary: at most {share} of the parameters, "
-                                             f"and as large as a text of this size can teach")
+                                             f"and as many tokens as this text can teach")
         elif "vocab_source" not in given:
-            plan["vocab_source"] = "byte", "the text is too short to teach a larger vocabulary"
+            plan["vocab_source"] = "byte", "the text is too short to learn a larger vocabulary"
     return {name: entry for name, entry in plan.items() if name not in given}
 
 
 def plan_context(config, given, prepared):
     """
-    Return the plan of a longer context, and of a smaller batch in turn, if conversations need it;
+    Return the plan of a longer context and, in exchange, a smaller batch, if conversations need it;
     {} if they do not, and for texts, which may be cut anywhere. prepared: the Prepared tokens.
     """
     if not prepared.masks or "max_seq_len" in given:
@@ -263,7 +264,7 @@ def plan_context(config, given, prepared):
     context = min(MAX_CONTEXT, 64 * 2 ** math.ceil(math.log2(max(1, length / 64))))
     if context <= config.max_seq_len:
         return {}
-    plan = {"max_seq_len": (context, "tokens of context, in which 95 of 100 conversations fit"),
+    plan = {"max_seq_len": (context, "tokens of context, for 95 of 100 conversations or the max"),
             "batch_size": (max(1, config.batch_size * config.max_seq_len // context),
                            "sequences per forward pass; fewer, as they are longer")}
     return {name: entry for name, entry in plan.items() if name not in given}
@@ -276,8 +277,8 @@ def max_vocab_size(dim, n_layers, size):
     The blocks have 12 L D^2 parameters (L layers, width D). So with 6 L D rows, a tied embedding
     has a third of all parameters; with 18 L D rows, embedding and untied classifier have three
     quarters, but more than a third is allowed only up to 4,096 rows. On average, each token needs
-    192 bytes of text to be learned. A text that is read often supports fewer tokens: 1,800 for
-    1 MB.
+    192 bytes of text to be learned. A text that is not ample, and so is read often, supports fewer
+    tokens: 1,800 for 1 MB.
     """
     rows_of_third = 6 * n_layers * dim
     if has_ample_text(dim, n_layers, size):
@@ -357,7 +358,7 @@ def plan_length(config, given, meta, setup):
     useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
     steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
-    # Compared with a GPU's steps, the CPU would take too long to compute n-gram predictions.
+    # With a GPU, steps are so fast that n-gram predictions, made by the CPU, would delay them.
     may_be_taught = ("teacher" not in given and not config.teacher and setup.device.type == "cpu"
                      and distill.ngrams_can_teach(meta) and not resume.is_fine_tuning(config))
     if may_be_taught and epochs >= OFTEN and meta["train_bytes"] < NGRAMS_TEACH_BELOW:
@@ -382,7 +383,7 @@ def plan_length(config, given, meta, setup):
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of the text"
     max_iters = 10 * steps, (
-        f"more than there is time for: the time allows about {steps:,} steps, {read}")
+        f"more than the time allows, which is about {steps:,} steps, {read}")
     if useful_steps < possible_steps:
         max_iters = steps, f"{read}: the model would memorize it if it read it more often"
     # Every evaluation reads the same tokens on fast and slow machines, so that runs are comparable.
@@ -391,15 +392,15 @@ def plan_length(config, given, meta, setup):
     affordable = 3 * EVAL_FRACTION * steps * tokens_per_step(config) / eval_tokens
     evaluations = min(max(int(affordable), EVALUATIONS[0]), EVALUATIONS[1])
     plan = {"max_iters": max_iters,
-            "learning_rate": (rate, "falls with the width"),
+            "learning_rate": (rate, "falls with widths above 64"),
             "bigram_start": (begins_with_counts,
-                             "the tables begin with the counts of neighbouring tokens"),
+                             "embedding and classifier start from bigram counts"),
             "embedding_lr_scale": (2.0 if config.tie_embeddings or begins_with_counts else 4.0,
                                    "embedding and classifier learn faster than the blocks"),
             "beta2": (RARE_TOKENS_BETA2, "AdamW averages squared gradients over 1,000 steps, as "
                                          "most tokens are rare"),
-            "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
-            "dropout": (dropout_for(text_epochs), "grows with the number of epochs"),
+            "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps; 5 to 100"),
+            "dropout": (dropout_for(text_epochs), "0.1 from 5 epochs on, 0.2 from 50"),
             "weight_decay": (decay_for(text_epochs, step_epochs, rate),
                              "grows with the number of epochs, more so for a small text"),
             "weight_average": (average_for(text_epochs), "the fraction of the steps over which "
@@ -413,11 +414,11 @@ def plan_length(config, given, meta, setup):
     if not averages_for_long:
         del plan["beta2"]
     if config.teacher == distill.NGRAMS_ALONE:
-        plan["teacher"] = config.teacher, "n-grams of the text say what else is likely"
+        plan["teacher"] = config.teacher, "also learn the predictions of n-grams of the text"
     if config.optimizer == "adamw":
         del plan["embedding_lr_scale"]
     if written:
-        del plan["early_stop"]  # the model can't memorize its teachers' predictions
+        del plan["early_stop"]  # the model can't memorize what its teachers write
     if config.batch_size > usual_batch:
         plan["batch_size"] = config.batch_size, (
             f"sequences per forward pass, {tokens_per_step(config):,} tokens per step: fewer would "
@@ -428,8 +429,8 @@ def plan_length(config, given, meta, setup):
 def fill_gpu(config, given, meta, setup):
     """
     Return (config, seconds of a step), with a batch that keeps a GPU busy. The batch is doubled at
-    most four times, as long as it fits into the GPU's memory, the doubling makes a step only a
-    little longer and the text is read at most max_epochs times.
+    most four times, while it fits into the GPU's memory, a step gets only a little longer, and the
+    text is read at most max_epochs times.
     """
     step_time = step_seconds(config, meta["vocab_size"], setup)
     if setup.device.type != "cuda" or given & {"batch_size", "gradient_accumulation_steps"}:
@@ -456,7 +457,7 @@ def fill_gpu(config, given, meta, setup):
 
 
 def fraction_read(epochs, meta):
-    """Return the fraction of the whole text that is read in `epochs` <= 1 of its prepared part."""
+    """Return the fraction of the whole text that `epochs` (<= 1) of its prepared part are."""
     return epochs * meta["train_bytes"] / meta.get("whole_bytes", meta["train_bytes"])
 
 
@@ -473,9 +474,8 @@ def dropout_for(epochs):
 
 def average_for(epochs):
     """
-    Return weight_average. Averaging changes nothing where the falling learning rate has the same
-    effect; where a model memorizes the text as the rate falls, the averaged weights are better than
-    the last ones.
+    Return weight_average, which is not 0 if the text is read often. Then a model memorizes it as
+    the learning rate falls, and averaged weights are better than the last ones.
     """
     return 0.15 if epochs >= OFTEN else 0.0
 
@@ -483,8 +483,8 @@ def average_for(epochs):
 def decay_for(epochs, step_epochs, rate):
     """
     Return a weight decay that grows with the number of epochs. It is limited because weights forget
-    within 1 / (rate * decay) steps, which must be at least 1.5 epochs. step_epochs: epochs of a
-    step.
+    within 1 / (rate * decay) steps, which must be at least 1.5 epochs; it is at least 0.1.
+    step_epochs: epochs of a step.
     https://arxiv.org/abs/2405.13698
     """
     decay = min(0.07 * (epochs - 1), step_epochs / (1.5 * rate))
@@ -539,14 +539,14 @@ def limiting_factor(config, state, row, meta):
     read = f"read {epochs:.3g} times"
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of it was read"
-    if state["last"]:  # the last step, which only early_stop sets
+    if state["last"]:  # set only if early_stop has chosen the last step
         return (f"limited by the text, which the model has memorized ({read}): "
                 f"{beyond_the_text(config, state, meta)}")
     if "whole_bytes" in meta and epochs > 1:
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
                 f"prepared ({read}): more --max_text_bytes lowers the loss")
-    # A derived max_iters is reached only after max_epochs; one that is reached earlier was given.
-    # A derived one counts all steps as epochs of the text, including those on teachers' text.
+    # A max_iters that is reached before max_epochs was given by the user. Derived steps include
+    # those on teachers' text.
     planned = epochs * (1 + distill.written_tokens(config, meta) / meta["train_tokens"])
     if state["step"] >= config.max_iters and planned < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
@@ -561,14 +561,14 @@ def limiting_factor(config, state, row, meta):
 
 def beyond_the_text(config, state, meta):
     """Return words that say what lowers a loss that is limited by the text."""
-    words = "more text lowers the loss, more time hardly"
-    # With n-grams that write text, models as teachers would not lower the loss further, either.
+    words = "more text lowers the loss, more time hardly does"
+    # Where n-grams already write text, models as teachers would add nothing.
     is_taught = config.teacher and (distill.paths(config.teacher)
                                     or distill.written_tokens(config, meta))
     if is_taught or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
         return words
     minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # 3 teachers + 2 for the student
-    return f"{words}, unless teachers spend it: --teacher=auto --minutes={minutes}"
+    return f"{words} unless teachers use it: --teacher=auto --minutes={minutes}"
 
 
 def values(plan):
@@ -577,8 +577,8 @@ def values(plan):
 
 
 def show_plan(plan):
-    distributed.say("sizes from the text, this machine and the time; settings given on the command "
-                    "line stay:")
+    distributed.say("settings derived from the text, this machine and the time; those given on the "
+                    "command line stay:")
     for name, (value, reason) in plan.items():
         distributed.say(f"  {name:18} {value!s:<8} {reason}")
 

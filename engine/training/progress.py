@@ -69,7 +69,7 @@ def go_back(config, model, opt, spike_detector, writer):
              f"{config.learning_rate})")
     load_checkpoint(folder, model, opt)
     spike_detector.state["in_a_row"] = 0
-    distributed.say(f"warning: {MAX_SKIPS} steps in a row were skipped; going on with the "
+    distributed.say(f"warning: {MAX_SKIPS} steps in a row were skipped; continuing with the "
                     f"weights of {folder}")
 
 
@@ -244,11 +244,11 @@ def final_message(config, state, gguf, exported, wanted):
     if exported != wanted:
         text += f"; the model of iter {wanted} could not be written"
         if wanted in saved:
-            text += f": make room, then: python export.py {shlex.quote(config.out_dir)}"
+            text += f": free disk space, then: python export.py {shlex.quote(config.out_dir)}"
         else:
             text += " or saved"
         if exported is not None:
-            text += f"; {gguf} is that of iter {exported}"
+            text += f"; {gguf} holds the model of iter {exported}"
     if exported is None:
         return text
     if TEMPLATE in state.get("chat", ()):

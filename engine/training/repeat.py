@@ -76,11 +76,11 @@ def name_folder(config):
         return config
     for name in ("data", "init_from", "vocab_source"):
         if HIDDEN in getattr(config, name):
-            fail(f"--{name} was {getattr(config, name)}, in which a secret was hidden; give it "
-                 f"again to repeat the run")
+            fail(f"--{name} was {getattr(config, name)}, without its secret; give the full "
+                 f"value to repeat the run")
     if config.depth != stored.get("depth", 0):
-        fail(f"--depth={config.depth}: {folder.name}/config.json has all sizes, so that a depth "
-             f"would change none; give --dim, --n_layers and others, or no config.json")
+        fail(f"--depth={config.depth}: {folder.name}/config.json sets all sizes, so --depth "
+             f"has no effect; give --dim, --n_layers and others, or leave config.json out")
     if config.out_dir != "auto":
         return config
     is_same = config.seed == stored.get("seed", config.seed)
@@ -106,8 +106,8 @@ def schedule(config):
         return {}
     newest = checkpoint.newest(folder)
     if not newest:
-        say(f"note: {folder.name} has no checkpoint with its learning rates, which followed the "
-            f"clock; here they follow it anew")
+        say(f"note: {folder.name} has no checkpoint with its learning rates, which depended "
+            f"on the elapsed time; those of this run do too")
         return {}
     with reading(newest, "a checkpoint", fail):
         state = checkpoint.load(newest, "train", check=False, mmap=True)["state"]
@@ -115,7 +115,7 @@ def schedule(config):
     pairs, ended_by = state.get("schedule", []), progress.ended_by(config, state)
     if not pairs or ended_by == "signal":
         say(f"note: {folder.name} was stopped before its time was over, so the learning rates here "
-            f"follow the clock")
+            f"depend on the elapsed time")
         return {}
     # A repetition of an early stop stops early by itself, but with another seed perhaps later. So
     # its end is the step at which the time would have ended.
@@ -139,6 +139,6 @@ def note_differences(config, record):
     if stored["dataset"].get("fingerprint") != record["dataset"]["fingerprint"]:
         found.append("another text")
     if stored.get("git_changed") or record.get("git_changed"):
-        found.append("changes that are not committed")
+        found.append("uncommitted changes")
     if found:
         say(f"note: {folder.name} had {'; '.join(found)}: the losses may differ")

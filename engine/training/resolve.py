@@ -33,14 +33,14 @@ def resolve(config, device, prepare, build):
     # A run continues from its own checkpoint, starts from another model, or from new weights.
     start, resuming = on_master(resume.find_start, config)
     if config.embedding_noise and not start:
-        fail(f"embedding_noise is {config.embedding_noise} without a model to fine-tune, expected "
-             f"--init_from=MODEL beside it")
+        fail(f"embedding_noise is {config.embedding_noise} without a model to fine-tune; add "
+             f"--init_from=MODEL")
     if config.embedding_noise and config.lora_rank:
         fail("--embedding_noise and --lora_rank: expected one of them; LoRA leaves the embedding "
              "as it is")
     if config.bigram_start and start and not (resuming or config.eval_only):
-        fail(f"bigram_start is True with a model to fine-tune, {start}, whose tables it would "
-             f"replace; expected --bigram_start=False")
+        fail(f"bigram_start is True with a model to fine-tune, {start}, whose weights it "
+             f"would replace; expected --bigram_start=False")
     changes, clock, imported, template = [], progress.NO_LIMIT, None, ""
     if resuming:
         taken, given, changes = resume.resume_settings(config, start, given)

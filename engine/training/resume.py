@@ -109,17 +109,17 @@ def take_out_dir(config):
         run_folder.claim(out_dir)
         if init_from == "scratch":
             if aside := run_folder.set_aside(out_dir):
-                distributed.say(f"the run that stood in {out_dir} is now {aside}")
+                distributed.say(f"the earlier run in {out_dir} was moved to {aside}")
             return None
         found, damaged = run_folder.recover(out_dir)
     except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({reason(e)}); make room or choose another "
-             f"folder")
+        fail(f"--out_dir={out_dir}: cannot be written ({reason(e)}); free disk space or choose "
+             f"another folder")
     if damaged and not found:
         fail(f"{'; '.join(damaged)}; there is no other checkpoint in {out_dir}: put back a copy, "
              f"or start anew with --init_from=scratch, which moves what is left to {out_dir}.old1")
     for line in damaged:
-        distributed.say(f"error: {line}; resuming from the one before, {found.name}")
+        distributed.say(f"error: {line}; resuming from the earlier {found.name}")
     if init_from == "resume" and found is None:
         fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with "
              f"--init_from=scratch")
@@ -168,7 +168,7 @@ def restore_secrets(config, folder, stored, given):
             stored[name] = getattr(config, name)
         elif (name in ("data", "init_from", "vocab_source") and name not in given
               and not Path(value).exists()):
-            fail(f"{folder}: --{name} was {value}, in which a secret was hidden; give it again to "
+            fail(f"{folder}: --{name} was {value}, without its secret; give the full value to "
                  f"resume the run")
 
 

@@ -124,9 +124,9 @@ def refuse_foreign(out_dir):
         mark = Path(out_dir, MARK)  # an empty one is from `lock`
         found += [mark] if mark.exists() and mark.stat().st_size else []
     if found:
-        raise Refused(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not "
-                      f"known to be a trainer's and would be in the way; move it elsewhere or "
-                      f"choose another folder")
+        raise Refused(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which "
+                      f"train.py may overwrite and no training is known to have written; move it "
+                      f"elsewhere or choose another folder")
 
 
 def existing(out_dir):
@@ -241,7 +241,7 @@ def keep_claim(out_dir):
     take(out_dir)
     before.close()
     distributed.say(f"warning: {out_dir} was deleted or moved while this process trains in it; the "
-                    f"run goes on in a new one, without what was there")
+                    f"run continues in a new one, without its earlier files")
 
 
 def is_file_at(file, path):

@@ -36,14 +36,14 @@ def check_settings(config):
     if config.eval_only and config.supervise:
         fail("--eval_only and --supervise: expected one of them")
     if config.cuda_graphs and not config.compile:
-        fail("cuda_graphs is True without compile, whose graphs are recorded; expected "
-             "--compile=True beside it")
+        fail("cuda_graphs is True without compile, whose graphs are recorded; add "
+             "--compile=True")
     if config.cuda_graphs and distributed.world > 1:
         fail("--cuda_graphs=True is for one process; several exchange gradients while they compute "
              "them, which is not recorded")
     if config.first_seq_len and config.compile:
         fail(f"first_seq_len is {config.first_seq_len} with --compile=True, which would compile "
-             "the model again for each context; expected --first_seq_len=0 beside it")
+             "the model again for each context; expected --first_seq_len=0")
     if not 0 < config.learning_rate < 1:
         fail(f"learning_rate is {config.learning_rate}, expected above 0 and below 1; 1e-3 is a "
              f"good start")
@@ -89,8 +89,8 @@ def checked_args(config, args, dataset):
             fail(f"first_seq_len is {config.first_seq_len}, which would cut conversations apart; "
                  f"expected --first_seq_len=0 for conversations")
     if config.bigram_start and args.tied and not config.eval_only:
-        fail("bigram_start is True with one table, expected --tie_embeddings=False beside it: a "
-             "table of its own for the classifier")
+        fail("bigram_start is True with tied embeddings, expected --tie_embeddings=False: the "
+             "classifier needs its own weights")
     if config.teacher == distill.NGRAMS_ALONE and not distill.ngrams_can_teach(dataset.meta):
         fail(f"--teacher=ngrams: {config.data} has {dataset.meta['train_tokens']:,} tokens of a "
              f"vocabulary of {args.vocab_size:,}; expected a text, no conversations, of "

@@ -251,7 +251,7 @@ static const char *stream_weights(Cpu *cpu) {
     if (!w->output.tiles) matrices[n++] = &w->output;
     cpu->stream = llamac_open_stream(matrices, n, file);
     free(matrices);
-    if (!cpu->stream) return "cannot read the weights beside the computation: no memory or thread";
+    if (!cpu->stream) return "cannot start the reader of the weights: not enough memory or threads";
     size_t steps = (c->n_layers + 1) * MAX_STEPS + 2 * llamac_count_parts(cpu->stream);
     cpu->pool.steps = allocate(cpu, steps, sizeof(Step), 64);
     if (!cpu->pool.steps) return no_memory;
@@ -412,8 +412,7 @@ const char *llamac_cpu_open(Backend **backend, Model *model, const Opening *o) {
     cpu->pool.steps = allocate(cpu, (c->n_layers + 1) * MAX_STEPS, sizeof(Step), 64);
     if (cpu->out_of_memory) {
         cpu_close(&cpu->ops);
-        return "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer "
-               "bits of each with --kv";
+        return "not enough memory for the context; use a smaller -n or -c, or --kv q8";
     }
     llamac_thread_pool_start(&cpu->pool, o->n_threads);
     const char *wrong = NULL;

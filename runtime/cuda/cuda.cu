@@ -58,10 +58,9 @@ static const char *find_device(Cuda *c, llamac_error *error) {
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&device, 0);
     if (e != cudaSuccess) {
         const char *why = e == cudaErrorInsufficientDriver
-                              ? "no driver, or too old a one for this program's CUDA"
+                              ? "the driver is missing, or too old for this program's CUDA"
                               : cudaGetErrorString(e);
-        snprintf(error->text, sizeof error->text,
-                 "no GPU can be used here (%s); --device=cpu computes without", why);
+        snprintf(error->text, sizeof error->text, "no GPU can be used (%s); use --device=cpu", why);
         return error->text;
     }
     // Any kernel will do: the call fails if the program has no code for this GPU's architecture.
@@ -143,7 +142,7 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
         double gib = 1 << 30;
         return format(e,
                       "the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context "
-                      "%.2f), %.2f are free; ask for fewer tokens with -n, or for --device=cpu",
+                      "%.2f), %.2f are free; use a smaller -n, or --device=cpu",
                       needed / gib, c->weights_bytes / gib, 2 * c->keys_bytes / gib,
                       free_bytes / gib);
     }
@@ -159,7 +158,7 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
 static const char *check_model(Model *model, llamac_error *e) {
     const Config *config = &model->config;
     if (config->head_dim > MAX_HEAD_DIM)
-        return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim,
+        return format(e, "the head size is %.0f, expected at most %.0f", config->head_dim,
                       MAX_HEAD_DIM, 0, 0);
     return NULL;
 }
@@ -214,7 +213,7 @@ static const char *open_engine(Cuda *c, Model *model, const Opening *o, llamac_e
     if (!wrong) wrong = open_memory(c, model, o, e);
     if (!wrong) try_driver(c, &model->weights);
     if (!has_failed(c)) return wrong;
-    snprintf(e->text, sizeof e->text, "%s; --device=cpu computes without", c->failure);
+    snprintf(e->text, sizeof e->text, "%s; use --device=cpu", c->failure);
     return e->text;
 }
 

@@ -140,7 +140,7 @@ static void *allocate_pinned(size_t bytes) {
 }
 
 static const char NOT_PINNED[] =
-    "the host's memory is too short for what a GPU reads from it; --device=cpu needs less";
+    "not enough main memory for transfers to the GPU; use --device=cpu, which needs less";
 
 // ----------------------------------------------------------------------------
 // Launches

@@ -93,7 +93,7 @@ class Wandb(Destination):
             if mode != "online":
                 raise
             self.wandb.teardown()  # otherwise the client refuses the id as in use
-            why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
+            why = f"{wandb_server()} answers with an error: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", **options), "offline", why
 
     def started(self, why):
@@ -238,7 +238,7 @@ class Wandb(Destination):
         try:
             rows = count_rows(run, expected)
         except Exception as e:  # a broken server may answer anything
-            self.say(f"warning: it is not known which of the run's {expected} rows W&B has "
+            self.say(f"warning: could not find out which of the run's {expected} rows W&B has "
                      f"({redact(reason(e))}){remedy}")
             return
         if rows < expected:
