@@ -209,9 +209,9 @@ def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypat
     tracker.log({"iter": 120, "tokens": 120, "loss/val": 1.1})
     end(tracker, 120)
     assert "complete up to iter 120" in sync(online, folder) and online.runs["x"]["exit"] == 0
-    sent = [json.loads(a["metadata"])["iter"] for a in online.artifacts
-            if a["artifactTypeName"] == "model" and a["committed"]]
-    assert sent == [80, 120]  # each once; the last upload has the aliases
+    sent = [a for a in online.artifacts if a["artifactTypeName"] == "model" and a["committed"]]
+    assert [json.loads(a["metadata"])["iter"] for a in sent] == [80, 120]
+    assert {alias["alias"] for alias in sent[-1]["aliases"]} == {"latest", "best"}
 
 
 @pytest.mark.slow
