@@ -11,8 +11,8 @@ ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70
 PYTHON  ?= python3
 LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
 SOURCES := run.c $(LIBRARY)
-FORMATTED = run.c $(wildcard browser/*.c cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c \
-                       tests/*.c tests/*.cpp tests/*/*.[ch] tests/*/*.cpp)
+FORMATTED = run.c $(wildcard browser/*.c cli/*.h runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* \
+                       examples/*.c tests/*.c tests/*.cpp tests/*/*.[ch] tests/*/*.cpp)
 HEADERS := $(wildcard cli/*.h runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
 , := ,

@@ -25,23 +25,21 @@ from configurator import configure, fail
 before = ""                 # folder of the earlier checkout
 minutes = 1.0               # time budget of every run
 seeds = "1"                 # random seeds, separated by commas; a pair of runs for each
-out_dir = "out/checkouts"   # folder of the runs; finished runs are reused
+out_dir = "out/checkouts"   # folder of the runs, which must be new
 
 ROOT = Path(__file__).resolve().parents[1]
 EVAL_TOKENS = 1024          # tokens that eval_iters counts as one
 
 
 def train(checkout, text, folder, seed, core):
-    """Train in `folder` with a checkout's train.py on one core, unless a run has finished there."""
-    if (folder / "trained").exists():
-        return
+    """Train in `folder` with a checkout's train.py on one core."""
     command = ["taskset", "-c", str(core), sys.executable, f"{checkout}/train.py",
                f"--data={text}", f"--minutes={minutes}", f"--seed={seed}",
-               f"--out_dir={folder}", f"--cache={folder}/cache", "--init_from=scratch"]
+               f"--out_dir={folder}", f"--cache={folder}/cache"]
     done = subprocess.run(command, env=own_text.environment(), capture_output=True, text=True)
     if done.returncode:
-        fail(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
-    (folder / "trained").touch()
+        last_line = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        fail(f"{checkout}: {last_line}")
 
 
 def bits_per_byte(checkout, text, folder):
@@ -56,6 +54,9 @@ def measure_pair(text, seed, cores):
     checkouts = [Path(before).resolve(), ROOT]
     folders = [Path(out_dir, f"{Path(text).stem}-{minutes:g}-{seed}", name).resolve()
                for name in ("before", "after")]
+    for folder in folders:
+        if folder.exists():
+            fail(f"{folder}: exists, expected a new folder; choose another --out_dir")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(train, checkouts, [text] * 2, folders, [seed] * 2, cores))
         return list(pool.map(bits_per_byte, checkouts, [text] * 2, folders))

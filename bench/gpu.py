@@ -106,7 +106,7 @@ def machine():
 VARIANTS = {"ops": "-DFUSED=0",    # no fused kernel that computes a whole token
             "many": "-DWARPS=11"}  # more warps per block
 
-# the same for the step `decode`: variants of the fused kernel; TODO: remove the slower ones
+# the same for the step `decode`: variants of the fused kernel, which compete with the default
 DECODE_VARIANTS = {"carried": "-DCARRIED=1",  # barriers that carry their data
                    # several blocks share a head beyond 32 positions instead of 256
                    "split": "-DSPLIT_POSITIONS=32",

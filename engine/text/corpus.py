@@ -135,7 +135,7 @@ class Conversations(Corpus):
 
 
 class Stories(Corpus):
-    """The built-in stories. A row stands for the stories numbered start to end - 1."""
+    """The built-in stories. A row represents the stories start to end - 1."""
     vocab_sample = stories.SAMPLE
 
     def sizes(self, rows):
@@ -207,8 +207,8 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
 
 def story_corpus(count, val_fraction):
     """
-    Return the Stories 0 to count - 1. The last ones are the validation split. A row stands for up
-    to 1,000 stories.
+    Return the Stories 0 to count - 1. The last ones are the validation split. A row represents
+    up to 1,000 stories.
     """
     held_out = min(max(round(val_fraction * count), 1), 2000, count - 1)
     train = count - held_out
