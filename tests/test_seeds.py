@@ -47,7 +47,8 @@ def started(folder, monkeypatch, capsys):  # noqa: F811
     for name, value in settings(vars(train)).items():  # train.main sets them; pytest restores them
         monkeypatch.setattr(train, name, value)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(seeds, "run_program", run_program)
+    for module in seeds, teachers:
+        monkeypatch.setattr(module, "run_program", run_program)
     start.calls, start.ends = calls, ends
     return start
 
@@ -103,7 +104,6 @@ def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):
 
 def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_stopped(
         folder, started, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(teachers, "run_program", seeds.run_program)
     words = ["--data=my.txt", *SMALL, "--teacher=auto", "--seed=5", "--out_dir=taught", "--json"]
     started.ends += [(0, [15])]
     code, out, err = started(*words)
@@ -112,7 +112,8 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     assert code == 0, err
     config, found = (json.loads((folder / "taught" / name).read_text())
                      for name in ("config.json", "result.json"))
-    assert config["teacher"] == "taught-teachers"
+    own = "taught-teachers/seed6,taught-teachers/seed7,taught-teachers/seed8"
+    assert config["teacher"] == own
     assert config["seed"] == 5
     assert found["status"] == "finished"
     assert [result["seed"] for result in map(json.loads, (path.read_text() for path in sorted(
@@ -125,6 +126,11 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     code, out, err = started(*words, "--learning_rate=1e-3")
     assert code == 2
     assert "taught-teachers/seed6 holds a run with learning_rate=0.006, now it is 0.001" in err
+    # A student of another seed has a folder and teachers of its own.
+    started.ends += [(0, [])] * 2
+    code, out, err = started(*words, "--seed=8")
+    assert code == 0 and "--out_dir=taught-seed8-teachers" in started.calls[0], err
+    assert "--out_dir=taught-seed8" in started.calls[1]
 
 
 def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # noqa: F811
@@ -133,8 +139,38 @@ def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # 
     (folder / "alone/config.json").write_text('{"teacher": ""}')
     code, out, err = started(*words, "--out_dir=alone")
     assert code == 2 and not started.calls
-    assert ("--out_dir=alone: holds a run with no teacher, expected alone-teachers; "
-            "give another --out_dir") in err
+    expected = ",".join(f"alone-teachers/seed{seed}" for seed in (1338, 1339, 1340))
+    assert (f"--out_dir=alone: holds a run with no teacher, expected teacher={expected}; "
+            f"give another --out_dir") in err
+
+
+def test_a_student_learns_from_the_teachers_of_its_own_seed(folder, started):  # noqa: F811
+    """A command with another seed was stopped before it had all of its teachers."""
+    words = ["--data=my.txt", *SMALL, "--teacher=auto", "--out_dir=mixed"]
+    (folder / "mixed-teachers/seed9").mkdir(parents=True)
+    started.ends += [(0, [])] * 2
+    code, _, err = started(*words, "--seed=5")
+    own = ",".join(f"mixed-teachers/seed{seed}" for seed in (6, 7, 8))
+    assert code == 0 and f"--teacher={own}" in started.calls[1], err
+
+
+def test_teachers_of_another_time_budget_are_named(folder, started):  # noqa: F811
+    words = ["--data=my.txt", "--teacher=auto", "--out_dir=timed"]
+    (folder / "timed-teachers/seed1338").mkdir(parents=True)
+    (folder / "timed-teachers/seed1338/config.json").write_text('{"minutes": 0.2}')
+    code, _, err = started(*words, "--minutes=3")
+    assert code == 2 and not started.calls and err.count("\n") == 1
+    assert ("--minutes=3: the teachers in timed-teachers have 0.2 minutes each, expected 0.6; "
+            "give --minutes=1, or another --out_dir") in err
+    started.ends += [(0, [])] * 2
+    assert started(*words, "--minutes=1")[0] == 0
+
+
+def test_a_training_that_is_killed_is_named(folder, started):  # noqa: F811
+    words = ["--data=my.txt", *SMALL, "--teacher=auto", "--out_dir=killed"]
+    started.ends += [(0, []), (-9, [])]
+    code, _, err = started(*words)
+    assert code == 2 and "killed by signal 9, expected it to end by itself" in err
 
 
 def test_student_and_teachers_have_folders_of_their_own_beside_that_of_a_run_of_the_text(
@@ -145,7 +181,8 @@ def test_student_and_teachers_have_folders_of_their_own_beside_that_of_a_run_of_
     code, _, err = started("--data=my.txt", "--teacher=auto", "--minutes=1", "--out_dir=auto")
     assert code == 0, err
     assert "--out_dir=out/my-teachers" in calls[0]
-    assert "--teacher=out/my-teachers" in calls[1]
+    own = ",".join(f"out/my-teachers/seed{seed}" for seed in (1338, 1339, 1340))
+    assert f"--teacher={own}" in calls[1]
     assert "--out_dir=out/my-student" in calls[1]
 
 
@@ -159,7 +196,8 @@ def test_the_minutes_of_teachers_and_student_are_those_of_the_command(monkeypatc
         for words in (first, student)]
     assert minutes == [2, 4]  # three teachers of 2 minutes, then 4 minutes: 10 in total
     assert "--seeds=3" in first
-    assert "--teacher=out-teachers" in student
+    assert ("--teacher=out-teachers/seed1338,out-teachers/seed1339,out-teachers/seed1340"
+            in student)
 
 
 @pytest.mark.parametrize("words, said", [

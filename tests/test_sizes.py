@@ -517,8 +517,11 @@ def test_the_limit_that_is_told():
     assert told({"last": 50}, epoch=30.0).endswith("more time hardly does")
     meta["train_bytes"] = 90_000
     assert told({"last": 50}, epoch=30.0).endswith("--teacher=auto --minutes=9")
-    s = s.changed(teacher="out/other")
+    usual_settings, s = s, s.changed(teacher="out/other")
     assert told({"last": 50}, epoch=30.0).endswith("more time hardly does")
+    s = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100, teacher="")  # a teacher's settings
+    assert told({"last": 50}, epoch=30.0).endswith("more time hardly does")
+    s = usual_settings
     meta["train_bytes"] = 3000
     losses = {"loss/val": 6.0, "loss/train_eval": 2.0}  # the text is memorized
     assert "by the text (read 9 times)" in told({}, epoch=9.0, **losses)

@@ -562,9 +562,11 @@ def limiting_factor(config, state, row, meta):
 def beyond_the_text(config, state, meta):
     """Return words that say what lowers a loss that is limited by the text."""
     words = "more text lowers the loss, more time hardly does"
-    # Where n-grams already write text, models as teachers would add nothing.
+    # Where n-grams already write text, models as teachers would add nothing. A teacher itself is
+    # trained with --teacher=.
     is_taught = config.teacher and (distill.paths(config.teacher)
                                     or distill.written_tokens(config, meta))
+    is_taught = is_taught or "teacher" in config.given
     if is_taught or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
         return words
     minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # 3 teachers + 2 for the student

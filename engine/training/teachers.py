@@ -1,7 +1,7 @@
 """
---teacher=auto: train COUNT models with the seeds after --seed, then one that learns their average
-prediction (see distill.py). One command trains all teachers, another the student; both continue
-where they were stopped.
+--teacher=auto: train COUNT models, whose seeds are --seed + 1 to --seed + COUNT, then one that
+learns their average prediction (see distill.py). One child process trains all teachers, another the
+student; both continue where they were stopped.
 """
 import contextlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from configurator import fail
 from engine.programs import run_program
 from engine.text import conversations, readers
-from engine.training import distributed, mode
+from engine.training import distributed, mode, resume
 from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
 
@@ -25,6 +25,15 @@ STUDENT = "-student"  # suffix of out_dir unless it is given
 def folder_of(config):
     """Return the folder in which the teachers train: out/my-teachers for out/my-student."""
     return Path(f"{str(Path(config.out_dir)).removesuffix(STUDENT)}-teachers")
+
+
+def teachers_of(config):
+    """
+    Return the student's setting `teacher`: the folders of its teachers, separated by commas. Other
+    runs in their folder, such as teachers of another seed, are not among them.
+    """
+    seeds = range(config.seed + 1, config.seed + 1 + COUNT)
+    return ",".join(str(folder_of(config) / f"seed{seed}") for seed in seeds)
 
 
 def check(config):
@@ -42,12 +51,21 @@ def check(config):
         is_json = readers.suffix(config.data) in (*readers.LINES, ".json")
         if is_json and conversations.LOOKS.search(readers.first_text(config.data)):
             fail(f"--teacher=auto: {config.data} holds conversations, expected a text")
+    if config.init_from == "scratch":  # sets the runs in these folders aside
+        return
+    # The student could not resume a run with other teachers: say so before any is trained.
     stored = read_json(Path(config.out_dir, "config.json"), MAX_JSON, {})
-    teacher = stored.get("teacher", "")
-    if stored and teacher != str(folder_of(config)) and config.init_from != "scratch":
+    teacher, expected = stored.get("teacher", ""), teachers_of(config)
+    if stored and teacher != expected:
         has = f"teacher={teacher}" if teacher else "no teacher"
-        fail(f"--out_dir={config.out_dir}: holds a run with {has}, expected {folder_of(config)}; "
+        fail(f"--out_dir={config.out_dir}: holds a run with {has}, expected teacher={expected}; "
              f"give another --out_dir")
+    before = read_json(Path(expected.split(",")[0], "config.json"), MAX_JSON, {}).get("minutes")
+    wanted = f"{TEACHER_TIME * config.minutes:g}"  # as commands() rounds it
+    if config.minutes and isinstance(before, float) and f"{before:g}" != wanted:
+        fail(f"--minutes={config.minutes:g}: the teachers in {folder_of(config)} have {before:g} "
+             f"minutes each, expected {wanted}; give --minutes={before / TEACHER_TIME:g}, or "
+             f"another --out_dir to train new ones")
 
 
 def commands(config, folder):
@@ -56,7 +74,7 @@ def commands(config, folder):
     student, without --max_seq_len, which train_all adds.
     """
     words = [sys.executable, *sys.argv]  # the last word for a setting counts
-    teachers, student = words + ["--teacher="], words + [f"--teacher={folder}"]
+    teachers, student = words + ["--teacher="], words + [f"--teacher={teachers_of(config)}"]
     teachers += [f"--seeds={COUNT}", f"--seed={config.seed + 1}", f"--out_dir={folder}"]
     teachers += ["--json=False"]  # the last line is the student's
     student += [f"--out_dir={config.out_dir}"]
@@ -68,6 +86,7 @@ def commands(config, folder):
 
 def train_all(config):
     """Train the teachers and the student. Return the exit code."""
+    config = config.changed(out_dir=resume.folder_of_seed(config))
     check(config)
     folder = folder_of(config)
     group = os.environ.get("WANDB_RUN_GROUP") or Path(config.out_dir).name
@@ -85,7 +104,11 @@ def train_all(config):
 def run(command, group):
     """
     Run a training, in a group of runs that share charts in W&B. Return its exit code or, like a
-    shell, 128 + the number of the signal that stopped it.
+    shell, 128 + the number of the signal that asked this process to stop. Ends the program if
+    another signal killed the training, for example for lack of memory.
     """
     code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
+    if code < 0 and not signals:
+        fail(f"a training was killed by signal {-code}, expected it to end by itself; the same "
+             f"command continues")
     return 128 + signals[0] if signals else code
