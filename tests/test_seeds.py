@@ -90,6 +90,36 @@ def test_seeds_are_trained_in_turn_and_go_on_where_they_were_stopped(folder, sta
     assert code == 0 and "this run is finished" in out
 
 
+def test_later_seeds_have_the_sizes_that_the_first_one_derived(
+        folder, started, monkeypatch):  # noqa: F811
+    """Also if the first one was trained before, and if the command gives a size."""
+    calls = []
+
+    def run_program(command, environment):
+        calls.append(command)
+        values = configure(vars(train).copy(), "data", command[2:], adapt=repeat.settings)
+        trained = folder / values.out_dir
+        trained.mkdir(parents=True)
+        stored = {"dim": 96, "max_seq_len": values.max_seq_len, "max_text_bytes": 0, "n_layers": 2}
+        (trained / "config.json").write_text(json.dumps(stored))
+        (trained / "result.json").write_text(json.dumps({
+            "status": "finished", "seconds": 1,
+            "best": {"loss/val": 2.0, "bpb/val": 1.0, "iter": 5}}))
+        return 0, []
+
+    monkeypatch.setattr(seeds, "run_program", run_program)
+    words = ["--data=my.txt", "--minutes=1", "--max_seq_len=32", "--out_dir=sized"]
+    code, _, err = started(*words, "--seeds=2")
+    assert code == 0, err
+    assert not any(word.startswith("--dim=") for word in calls[0])
+    sizes = ["--dim=96", "--max_text_bytes=0"]
+    assert calls[1][-3:] == ["--out_dir=sized/seed1338", *sizes]
+    code, _, err = started(*words, "--seeds=3")
+    assert code == 0 and len(calls) == 3 and calls[2][-2:] == sizes, err
+    code, _, err = started("--data=my.txt", "--max_iters=5", "--out_dir=fixed", "--seeds=2")
+    assert code == 0 and calls[4][-1] == "--out_dir=fixed/seed1338", err
+
+
 @pytest.mark.parametrize("words, said", [
     (["--eval_only"], "--seeds and --eval_only: expected one of them"),
     (["--dry_run"], "--seeds and --dry_run: expected one of them"),

@@ -15,11 +15,14 @@ from configurator import fail
 from engine.advice import renamed
 from engine.programs import run_program
 from engine.tracking.redact import redact
-from engine.training import distributed, mode, result, run_folder
+from engine.training import distributed, mode, plan, result, run_folder
 from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
 
 METRICS = "loss/val", "bpb/val"
+# Sizes that a time budget derives from measured times of a step, and those that follow from them.
+# Every seed gets those of the first: else, on a busy machine, runs could differ in more than seeds.
+SIZES = "dim", "max_seq_len", "max_text_bytes"
 # Settings in which a seed's run may differ from this command.
 NOT_COMPARED = {"out_dir", "seed", "seeds", "json", "init_from", "lora_targets"}
 
@@ -55,6 +58,18 @@ def refuse_other(config, folder):
                  f"--out_dir")
 
 
+def sizes_of(config, folder):
+    """
+    Return the words that give a command the sizes which the run in `folder` has derived from the
+    time budget.
+    """
+    if not plan.derives_from_time(config, set(config.given)):
+        return []
+    stored = read_json(folder / "config.json", MAX_JSON, {})
+    return [f"--{name}={stored[name]}" for name in SIZES
+            if name in stored and name not in config.given]
+
+
 def train_all(config):
     """Train with config.seeds seeds, from config.seed on, and print their results."""
     check(config)
@@ -71,6 +86,8 @@ def train_all(config):
             continue
         say(f"seed {seed}, {number} of {config.seeds}: {folder}")
         command = [sys.executable, *sys.argv, "--seeds=1", f"--seed={seed}", f"--out_dir={folder}"]
+        if number > 1:
+            command += sizes_of(config, folders[config.seed])
         code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
         if signals or code == 130:
             print(f"stopped at seed {seed}; the same command continues", file=sys.stderr)
