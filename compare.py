@@ -702,8 +702,8 @@ def finite(value):
 
 def main(folders):
     check_options()
-    sides = verdict_sides(folders) if verdict else []
     try:
+        sides = verdict_sides(folders) if verdict else []
         groups = sides or groups_of(read_runs(run_folders(folders)), group, single)
         comparison = arranged(groups, metric or verdict_metric(groups), sort)
         notes, decided = notes_on(comparison), {}

@@ -113,6 +113,7 @@ def snapshot(message):
     ones that git does not ignore, up to MAX_FILE. It is on no branch, and the index stays as it is.
     """
     ledger_path = os.path.relpath(Path(ledger).absolute(), ROOT)
+    is_inside = not ledger_path.startswith("..")
     untracked = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")
     names = [name for name in untracked if name and name != ledger_path]
     small = [name for name in names if os.lstat(ROOT / name).st_size <= MAX_FILE]
@@ -124,7 +125,8 @@ def snapshot(message):
         own = Path(ROOT, git("rev-parse", "--git-path", "index"))
         # copy2 keeps the time of writing, by which git finds files that were edited just after it.
         index = {"GIT_INDEX_FILE": shutil.copy2(own, folder)}
-        git("add", "--update", "--", ".", f":(exclude){ledger_path}", **index)
+        excluded = [f":(exclude){ledger_path}"] if is_inside else []
+        git("add", "--update", "--", ".", *excluded, **index)
         if small:
             git("--literal-pathspecs", "add", "--", *small, **index)
         tree = git("write-tree", **index)
@@ -320,8 +322,10 @@ def read_ledger():
 def append(row):
     """Append a row to the ledger, as one write. Ends the program if the disk fails."""
     try:
-        with open(ledger, "ab", buffering=0) as f:
-            f.write((dumps(row, allow_nan=False) + "\n").encode())
+        with open(ledger, "a+b", buffering=0) as f:
+            # An editor may have removed the last newline.
+            is_cut = f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) >= 0 and f.read(1) != b"\n"
+            f.write(("\n" * is_cut + dumps(row, allow_nan=False) + "\n").encode())
         to_disk(ledger)
     except OSError as e:
         fail(f"--ledger={ledger}: cannot be written ({e.strerror}); the row was: {dumps(row)}")

@@ -189,9 +189,13 @@ def refuse_other(sweep, values, folder):
     for path in of_seeds or [of_one]:
         stored = read_json(path, MAX_JSON, {})
         stored |= renamed(stored)  # another program than train.py may use the old names
-        names = stored.keys() & values.keys()
+        # The trainer stores what it derives for "auto", and the names of targets in its own order.
+        names = {name for name in stored.keys() & values.keys()
+                 if values[name] != "auto" and name != "lora_targets"}
         if values.get("batch_size") == 0:
             names -= DERIVED
+        if values.get("teacher") == "auto":  # the student gets a part of the minutes
+            names.discard("minutes")
         for name in names:
             new = values[name]
             if name in known:
@@ -352,8 +356,12 @@ class Sweep:
         if self.planned:
             values = self.planned[number - 1]
         else:
-            values = {name: suggest(name, spec, asked)
-                      for name, spec in self.content["parameters"].items()}
+            try:
+                values = {name: suggest(name, spec, asked)
+                          for name, spec in self.content["parameters"].items()}
+            except ValueError as e:  # the ledger has a choice that the file no longer has
+                fail(f"{folder}: holds a trial whose values {file} no longer has ({e}); give "
+                     f"another --out_dir")
             if redact(asked.params) == asked.params:  # a secret is not stored; Optuna is asked anew
                 params = asked.params
         values = self.full_values(values, number)
@@ -393,8 +401,8 @@ class Sweep:
             self.running = [one for one in self.running if one.process]
             return
         while len(self.running) < parallel:
-            trial = next(upcoming, None)
-            if not trial:
+            trial = next(upcoming, None)  # may read many trials of an earlier session first
+            if not trial or signals:
                 return
             self.start(trial)
 
@@ -543,6 +551,8 @@ class Sweep:
             _, values = run.line(self.metric, "iter")
             if len(values):
                 trial.results[number] = float(values.max() if self.sign < 0 else values.min())
+            elif trial.status == "finished" and self.metric in run.metrics:  # it has diverged
+                trial.status, trial.why = "failed", f"without a finite {self.metric}"
             elif trial.status == "finished":
                 fail(f"{file}: no run has the metric {self.metric!r}; expected one of "
                      f"{', '.join(run.columns)}")

@@ -255,6 +255,18 @@ def test_a_change_that_fails_is_a_row(repository):
     assert "No module named 'new'" in row["why"]
 
 
+def test_a_ledger_may_be_elsewhere_and_lack_its_last_newline(repository, tmp_path):
+    repository.edit("dim = 64", "dim = 32")
+    path = tmp_path / "elsewhere.jsonl"
+    for count in 1, 2:
+        done = repository.start(f"try {count}", "--seeds=2", f"--ledger={path}")
+        out, err = done.communicate()
+        assert done.returncode == 0, out + err
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == count
+        path.write_text(path.read_text().rstrip("\n"))
+
+
 @pytest.mark.parametrize("signum, code", [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_an_experiment_that_is_stopped_is_a_row(repository, signum, code):

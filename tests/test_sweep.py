@@ -34,12 +34,13 @@ if (folder / "log.jsonl").exists():
     sys.exit(0)
 folder.mkdir(parents=True)
 x = float(given["x"])
+loss = "nan" if given.get("diverge") == given["x"] else (x - 0.3) ** 2 + 1
 if given.get("fail") == given["x"]:
     print("loading\\nerror: x is bad; expected another\\nmore", file=sys.stderr)
     sys.exit(2)
 (folder / "config.json").write_text(json.dumps({"x": x, "y": given.get("y")}))
 (folder / "log.jsonl").write_text(json.dumps({"iter": 1, "tokens": 1, "time": 0, \
-"loss/val": (x - 0.3) ** 2 + 1}) + "\\n")
+"loss/val": loss}) + "\\n")
 with open("calls", "a") as f:
     f.write(" ".join(sorted(sys.argv[1:])) + "\\n")
 """
@@ -267,6 +268,42 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
             "its output: o/2.txt\n") in done.stdout
     assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.3"]
     assert done.stdout.splitlines()[-3].split()[:3] == ["2", "failed", "0"]
+
+
+def test_a_trial_that_diverges_does_not_end_the_sweep(tmp_path):
+    """Its program ends without an error, and its metric is never finite."""
+    done = run(tmp_path, {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2, 0.3]},
+                                                           "diverge": {"value": 0.2}}})
+    assert done.returncode == 0, done.stderr
+    assert "trial 2 (x=0.2) failed without a finite loss/val" in done.stdout
+    assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.2", "0.3"]
+
+
+def test_what_a_trainer_derives_is_not_taken_for_another_trial(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    values = {"teacher": "auto", "minutes": 5, "sample_prompt": "auto", "lora_targets": "wv,wq",
+              "dim": 64}
+    stored = {"teacher": "a/seed2,a/seed3,a/seed4", "minutes": 2.0, "sample_prompt": "The",
+              "lora_targets": "wq,wv", "dim": 64}
+    (tmp_path / "0/config.json").write_text(json.dumps(stored))
+    content = {"program": str(ROOT / "train.py"),
+               "parameters": {name: {"values": [value]} for name, value in values.items()}}
+    sweep.refuse_other(content, values, tmp_path / "0")
+    with pytest.raises(SystemExit):
+        sweep.refuse_other(content, values | {"teacher": ""}, tmp_path / "0")
+    with pytest.raises(SystemExit):
+        sweep.refuse_other(content, values | {"dim": 96}, tmp_path / "0")
+
+
+def test_a_choice_that_was_removed_is_one_line(tmp_path):
+    if importlib.util.find_spec("optuna") is None:
+        pytest.skip("needs Optuna")
+    content = {"method": "bayes", "metric": {"name": "loss/val"}}
+    done = run(tmp_path, content | {"parameters": {"x": {"values": ["0.1", "0.2"]}}}, "--count=3")
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, content | {"parameters": {"x": {"values": ["0.5", "0.6"]}}}, "--count=3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "o/1: holds a trial whose values s.yaml no longer has" in done.stderr
 
 
 def test_a_trial_that_is_stopped_stops_the_sweep(tmp_path):
