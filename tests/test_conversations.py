@@ -289,6 +289,27 @@ def test_broken_files_end_in_one_line(tmp_path, capfd):
             assert len(error) < 600, (line, error)
 
 
+@pytest.mark.parametrize("broken", [{"prompt": "a", "response": None}, {"messages": None}])
+@pytest.mark.parametrize("end", ["json", "parquet"])
+def test_a_conversation_of_a_table_that_is_null_is_damaged(tmp_path, capfd, end, broken):
+    """As a line of .jsonl, it is named, or left out and counted."""
+    whole = [messages_of(turns) if "messages" in broken else
+             {"prompt": turns[-2][1], "response": turns[-1][1]}
+             for turns in some_conversations(30)]
+    records = [*whole[:5], broken, *whole[5:]]
+    path = tmp_path / f"null.{end}"
+    if end == "json":
+        path.write_text(json.dumps(records))
+    else:
+        import pyarrow
+        from pyarrow import parquet
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    error = refused(capfd, lambda: prepared(path))
+    assert "is null" in error, error
+    prepared(path, skip_bad=True)
+    assert "left out: 1 damaged" in capfd.readouterr().out
+
+
 def test_data_py_ends_with_code_2_and_one_line(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"messages": [turn("assistant", "b")]}])
     done = subprocess.run([sys.executable, ROOT / "data.py", "a.jsonl"], cwd=tmp_path,

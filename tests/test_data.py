@@ -1273,3 +1273,12 @@ def test_of_few_stories_one_is_left_to_learn(tmp_path):
     found = data.load(data.prepare("stories:3", vocab_source="byte", val_fraction=0.9,
                                    cache=tmp_path))
     assert (found.meta["train_documents"], found.meta["val_documents"]) == (1, 2)
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path):
+    """Text may be prepared in a folder of someone else's programs."""
+    (tmp_path / "random.py").write_text("raise SystemExit('this file was imported')")
+    (tmp_path / "big.txt").write_text("Some words that fill more than one part.\n" * 140_000)
+    done = subprocess.run([sys.executable, ROOT / "data.py", "big.txt", "--vocab_source=byte",
+                           "--workers=2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

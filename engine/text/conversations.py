@@ -54,10 +54,13 @@ def format_of(record, columns):
 
 def stored(record):
     """
-    Return the fields of a record that `conversation` reads, without those that are null. This is
-    what is kept of a table's row when the table is converted to JSON lines.
+    Return the fields of a record that `conversation` reads. This is what is kept of a table's row
+    when the table is converted to JSON lines. Fields that are null are left out, since a table has
+    all columns in every row, unless the record is no conversation without them: it is damaged then.
     """
-    return {key: record[key] for key in KEYS if record.get(key) is not None}
+    fields = {key: record[key] for key in KEYS if key in record}
+    without_null = {key: value for key, value in fields.items() if value is not None}
+    return without_null if format_of(without_null, ()) else fields
 
 
 def described(value):

@@ -134,8 +134,9 @@ def drive_worker(folder, todo, bar, sizes):
     again. It has its own session, so Ctrl-C does not reach it. It ends when its stdin is closed, so
     it never outlives this process.
     """
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); from engine.text import encode; "
-               "encode.serve(sys.argv[2])")
+    # With -c, sys.path begins with "", the current folder, whose random.py must not be imported.
+    program = ("import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; "
+               "from engine.text import encode; encode.serve(sys.argv[2])")
     command = [sys.executable, "-c", program, str(Path(__file__).resolve().parents[2]), str(folder)]
     with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           start_new_session=True) as worker:
