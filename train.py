@@ -573,6 +573,8 @@ def train(t, steps=math.inf):
     if "end" not in state:  # not a repetition, which follows another run's clock
         budget_left = distributed.on_master(plan.training_seconds, minutes)  # seconds
         clock = progress.session_clock(clock, max_minutes, minutes, budget_left)
+        if math.isinf(clock["end"]):
+            progress.drop_time_limit(config, state)
     signals = Signals(clock["seconds"], clock["end"])
     spike_detector = SpikeDetector(spike_z, state.get("guard"))
     state |= {"guard": spike_detector.state, "scale": opt.scale.state}

@@ -162,7 +162,8 @@ def run_files(folder):
     opt = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))[1].backward()
     opt.step()
-    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
+    meta = {"fingerprint": "x", "tokenizer_sha256": "y"}
+    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta=meta))
     state = progress.new_state(s, progress.NO_LIMIT, signature) | {"step": 1}
     saved = {"args": asdict(model.args), "model": dict(model.named_parameters())}
     train = {"optimizer": opt.state_dict(), "state": state}
@@ -182,7 +183,8 @@ def read_run(folder):
     resume.resume_settings(s, step, set())
     model = small_model(Tokenizer.load(checkpoint.tokenizer_path(step)))
     opt = torch.optim.AdamW(model.parameters())
-    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
+    meta = {"fingerprint": "x", "tokenizer_sha256": "y"}
+    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta=meta))
     resume.restore(s, step, signature, opt, False)
     progress.load_checkpoint(step, model, opt)
     run_folder.recover(folder)

@@ -847,6 +847,55 @@ def test_scratch_sets_the_old_run_aside(folder):
     assert checkpoint.newest(folder / "fresh.old1") and checkpoint.newest(folder / "fresh")
 
 
+def test_a_run_without_checkpoints_is_set_aside(folder):
+    """For example, because the user has deleted its checkpoints to free disk space."""
+    args = ["--data=my.txt", "--max_iters=2", "--out_dir=bare"]
+    assert run(folder, *args).returncode == 0
+    kept = {name: (folder / "bare" / name).read_bytes()
+            for name in ("model.gguf", "log.jsonl", "result.json")}
+    shutil.rmtree(folder / "bare/checkpoints")
+    done = run(folder, *args)
+    assert done.returncode == 0, done.stderr
+    assert "bare has no checkpoint to resume; it was moved to bare.old1" in done.stdout
+    assert {name: (folder / "bare.old1" / name).read_bytes() for name in kept} == kept
+
+
+def test_a_run_goes_on_at_a_rate_above_the_last_one_once_its_time_limit_is_gone(folder):
+    args = ["--data=my.txt", "--out_dir=unlimited", "--warmup_iters=0", "--log_interval=1"]
+    done = run(folder, *args, "--max_iters=100000", "--max_minutes=0.02")
+    assert done.returncode == 0, done.stderr
+    before = rows(folder, "unlimited")[-1]
+    peak = max(row.get("lr", 0) for row in rows(folder, "unlimited"))
+    assert before["lr"] < peak / 4  # it has decayed with the time
+    done = run(folder, *args, f"--max_iters={10 * before['iter']}",
+               f"--eval_interval={20 * before['iter']}")
+    assert done.returncode == 0, done.stderr
+    rates = [row["lr"] for row in rows(folder, "unlimited") if row["iter"] > before["iter"] + 1]
+    assert rates[0] == peak and rates == sorted(rates, reverse=True) and rates[-1] < peak / 4
+
+
+def test_a_stop_after_scratch_is_continued_without_it(folder):
+    args = ["--data=my.txt", "--max_iters=100000", "--out_dir=anew"]
+    done = run(folder, *args, "--init_from=scratch", "--max_minutes=0.01")
+    assert "the same command without --init_from=scratch continues from" in done.stdout
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(folder):
+    """A forced resume on a changed text would use the embedding of the vocabulary before."""
+    (folder / "grown.txt").write_text((folder / "my.txt").read_text())
+    args = ["--data=grown.txt", "--out_dir=grown", "--vocab_source=custom", "--vocab_size=300"]
+    assert run(folder, *args, "--max_iters=2").returncode == 0
+    with open(folder / "grown.txt", "a") as f:
+        f.write("Completely different words: zyx wvu tsr qpo nml kji hgf edc. " * 300)
+    done = run(folder, *args, "--max_iters=4", "--init_from=force")
+    assert done.returncode == 2
+    message = done.stderr.splitlines()[-1]
+    assert "grown.txt changed since" in message and "--init_from=force" not in message
+    assert "--init_from=grown with another --out_dir" in message
+    done = run(folder, *args, "--max_iters=4", "--init_from=grown", "--out_dir=grown_tuned")
+    assert done.returncode == 0, done.stderr
+
+
 def test_depth_derives_the_rest(folder):
     done = run(folder, "--data=my.txt", "--depth=1", "--dim=32", "--n_heads=2", "--max_iters=1",
                "--out_dir=depth")

@@ -164,6 +164,16 @@ def last_by_clock(state, spent, anew=False):
     return schedule[known - 1][1] if known else math.inf
 
 
+def drop_time_limit(config, state):
+    """
+    Note in state["schedule"] that from this step on the steps alone end the run. Earlier
+    extrapolations of a session with a time limit would keep the learning rate at its final value.
+    """
+    schedule = state.get("schedule")
+    if schedule and schedule[-1][1] != config.max_iters:
+        schedule.append([state["step"], config.max_iters])
+
+
 def context_at(config, done):
     """
     Return the context of a step in tokens: first_seq_len at first, doubled after equal fractions of
@@ -234,7 +244,10 @@ def final_message(config, state, gguf, exported, wanted):
     saved = [int(folder.name.removeprefix("step_")) for folder in checkpoint.steps(config.out_dir)]
     text = f"finished: best validation loss {state['best']:.4f}"
     if not is_over(config, state):
-        text = f"stopped at iter {state['step']}; the same command continues from "
+        again = "the same command"
+        if config.init_from == "scratch":  # which would set this run aside
+            again += " without --init_from=scratch"
+        text = f"stopped at iter {state['step']}; {again} continues from "
         if state["step"] in saved:
             text += "here"
         else:

@@ -21,9 +21,9 @@ OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "devi
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
               "checks", "json", "seeds"}
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
-SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
-          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "weight_average", "lora_rank",
-          "lora_targets")
+SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "vocabulary",
+          "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings", "optimizer", "weight_average",
+          "lora_rank", "lora_targets")
 # The types of the entries of progress.new_state, which describes them. "fixed" is the signature.
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
@@ -112,6 +112,11 @@ def take_out_dir(config):
                 distributed.say(f"the earlier run in {out_dir} was moved to {aside}")
             return None
         found, damaged = run_folder.recover(out_dir)
+        is_bare = found is None and not damaged and init_from != "resume"
+        if is_bare and run_folder.has_results(out_dir):
+            aside = run_folder.set_aside(out_dir)
+            distributed.say(f"the earlier run in {out_dir} has no checkpoint to resume; it was "
+                            f"moved to {aside}")
     except OSError as e:
         fail(f"--out_dir={out_dir}: cannot be written ({reason(e)}); free disk space or choose "
              f"another folder")
@@ -224,7 +229,9 @@ def resume_signature(config, args, dataset):
     names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask",
              "weight_average", "lora_rank", "lora_targets", "teacher")
     same |= {name: getattr(config, name) for name in names}
-    return same | {"data": dataset.meta["fingerprint"]}
+    # Another vocabulary of the same size would give every row of the embedding another meaning.
+    return same | {"vocabulary": dataset.meta["tokenizer_sha256"],
+                   "data": dataset.meta["fingerprint"]}
 
 
 def restore(config, folder, signature, opt, is_forced):
@@ -287,6 +294,9 @@ def refuse_other_run(config, folder, before, now, is_forced):
     if name == "data":
         what = describe_data_change(config, folder)
     force = "" if never else ", or --init_from=force"
+    if name == "data" and "vocabulary" in never:
+        force = (f", or --init_from={config.out_dir} with another --out_dir to train its model, "
+                 f"with its vocabulary, on this text")
     fail(f"{config.out_dir} {what}; give the old value to resume it, another --out_dir, or "
          f"--init_from=scratch{force}")
 

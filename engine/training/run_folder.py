@@ -134,6 +134,11 @@ def existing(out_dir):
     return [path for name in OURS if (path := Path(out_dir, name)).exists()]
 
 
+def has_results(out_dir):
+    """Return whether a run in out_dir has left a model or a result."""
+    return any(Path(out_dir, name).exists() for name in ("model.gguf", "result.json"))
+
+
 def claim(out_dir):
     """
     Lock and mark the folder of a run, and make it if it is missing. The lock lasts until `release`

@@ -78,6 +78,7 @@ def train_all(config):
     is_anew = config.init_from == "scratch"  # each trainer then sets the run in its folder aside
     for folder in folders.values() if not is_anew else ():
         refuse_other(config, folder)
+    again = "the same command" + " without --init_from=scratch" * is_anew + " continues"
     # Runs with the same group share charts in W&B.
     group = os.environ.get("WANDB_RUN_GROUP") or Path(config.out_dir).name
     for number, (seed, folder) in enumerate(folders.items(), 1):
@@ -90,13 +91,13 @@ def train_all(config):
             command += sizes_of(config, folders[config.seed])
         code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
         if signals or code == 130:
-            print(f"stopped at seed {seed}; the same command continues", file=sys.stderr)
+            print(f"stopped at seed {seed}; {again}", file=sys.stderr)
             return 128 + signals[0] if signals else code
         if code:
-            fail(f"seed {seed} ended with code {code}; the messages above have the reason, and the "
-                 f"same command continues")
+            fail(f"seed {seed} ended with code {code}; the messages above have the reason, and "
+                 f"{again}")
         if not is_done(result.read(folder)):
-            fail(f"seed {seed} was stopped; the same command continues")
+            fail(f"seed {seed} was stopped; {again}")
     show(config, {seed: result.read(folder) for seed, folder in folders.items()})
     return 0
 
