@@ -14,6 +14,7 @@ import lzma
 import os
 import pickle
 import struct
+import subprocess
 import sys
 import zipfile
 
@@ -376,6 +377,31 @@ def test_files_that_are_answered_in_one_line(name, tmp_path, capfd):
         capfd, lambda: data.prepare(tmp_path / name, "byte", cache=tmp_path / "cache", workers=1))
     assert words in line and line.startswith(f"error: {tmp_path / name}: ")
     assert not list(tmp_path.glob("cache/[!.]*")) and (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("name, pack", [
+    ("a.txt", bytes), ("a.csv", bytes), ("a.jsonl", bytes), ("a.csv.gz", gzip.compress),
+    ("a.jsonl.xz", lzma.compress), ("a.txt.bz2", bz2.compress), ("packed.txt", gzip.compress)])
+def test_the_command_that_converts_a_file_keeps_its_kind(tmp_path, capfd, name, pack):
+    """What the command has written is read like a file that was UTF-8 from the beginning."""
+    texts = [f"{i} {OTHERS['cp1250'][0].strip()}" for i in range(40)]
+    kind = name.split(".")[1]
+    content = {"txt": "\n".join(texts),
+               "csv": "\n".join(["id;text", *(f'{i};"{text}"' for i, text in enumerate(texts))]),
+               "jsonl": "\n".join(json.dumps({"text": text}, ensure_ascii=False)
+                                  for text in texts)}[kind]
+    (tmp_path / f"utf8.{kind}").write_text(content)
+    (tmp_path / name).write_bytes(pack(content.encode("cp1250")))
+
+    def texts_of(path):
+        return sum(both(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1)), [])
+
+    before = {path.name for path in tmp_path.iterdir()}
+    line = refused(capfd, lambda: texts_of(tmp_path / name))
+    words = line.partition("in place of LATIN1: ")[2].replace("LATIN1", "CP1250")
+    subprocess.run(words, shell=True, cwd=tmp_path, check=True)
+    (new,) = {path.name for path in tmp_path.iterdir()} - before - {"cache"}
+    assert texts_of(tmp_path / new) == texts_of(tmp_path / f"utf8.{kind}")
 
 
 def test_parquet(tmp_path, monkeypatch, capfd):

@@ -33,6 +33,7 @@ from engine.untrusted import open_untrusted, reason
 HEAD = 1 << 16    # bytes that identify the kind of a file
 SAMPLE = 1 << 20  # bytes that identify the encoding of a file
 PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # typical unpacked size / packed size
+UNPACKERS = {"GzipFile": "gzip", "BZ2File": "bzip2", "LZMAFile": "xz", "ZstdFile": "zstd"}
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
 # Suffixes of files in a folder that are always read; has_documents examines TABLES and .json first.
@@ -95,6 +96,13 @@ def is_packed(path):
     content, raw = open_unpacked(path)
     with raw, content:
         return content is not raw
+
+
+def unpacker(path):
+    """Return the name of the program that unpacks a file, "" if it is not packed."""
+    content, raw = open_unpacked(path)
+    with raw, content:
+        return UNPACKERS.get(type(content).__name__, "")
 
 
 def quoted(path):
@@ -286,19 +294,27 @@ def convert(path, name, problem, copy):
     # Skip the first line of a sample that begins inside the file: it may be incomplete.
     found = encoding(sample[sample.find(b"\n") + 1:] if start else sample)
 
-    def other_file(end):
-        return quoted(Path(name).stem + end)
+    def command(program, what):
+        """Return a command for the user's shell, whose new file is read like the old one."""
+        path, source = Path(name), quoted(name)
+        if tool := unpacker(name):
+            program, source = f"{tool} -dc < {source} | {program}", ""
+            path = path.with_suffix("") if path.suffix.lower() in PACKED else path
+        return f"{program} {source}".rstrip() + f" > {quoted(path.stem + what + suffix(name))}"
 
-    to_utf8 = f"-t UTF-8 {quoted(name)} > {other_file('.utf8.txt')}"
+    def iconv(words):
+        return command(f"iconv {words} -t UTF-8", ".utf8")
+
     if not found:
         advice = ("its encoding cannot be determined; if you know it, put it in place of "
-                  f"LATIN1: iconv -f LATIN1 {to_utf8}")
+                  f"LATIN1: {iconv('-f LATIN1')}")
         if problem.byte == 0:
-            advice = ("if it is text, this command removes the zero bytes: "
-                      f"tr -d '\\000' < {quoted(name)} > {other_file('.clean.txt')}")
+            source = "" if unpacker(name) else " <"
+            removed = command(f"tr -d '\\000'{source}", ".clean")
+            advice = f"if it is text, this command removes the zero bytes: {removed}"
         elif damaged(sample):
             advice = ("it is damaged UTF-8; this command leaves out the damaged bytes: "
-                      f"iconv -c -f UTF-8 {to_utf8}")
+                      f"{iconv('-c -f UTF-8')}")
         raise Unfit(problem.reason, advice)
     decoder = codecs.getincrementaldecoder(found)()
     offset = utf8_lines = other_lines = 0
@@ -323,7 +339,7 @@ def convert(path, name, problem, copy):
                 byte, at = e.object[e.start], offset + e.start
                 raise Unfit(f"{found}, but byte 0x{byte:02x} near offset {at} is not valid in it",
                             "this command leaves such bytes out: "
-                            f"iconv -c -f {found} {to_utf8}") from e
+                            f"{iconv(f'-c -f {found}')}") from e
             if not block:
                 return f"{found}, converted", Path(copy)
             offset += len(block)
