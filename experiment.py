@@ -113,7 +113,7 @@ def snapshot(message):
     ones that git does not ignore, up to MAX_FILE. It is on no branch, and the index stays as it is.
     """
     ledger_path = os.path.relpath(Path(ledger).absolute(), ROOT)
-    is_inside = not ledger_path.startswith("..")
+    is_inside = not ledger_path.startswith("../")
     untracked = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")
     names = [name for name in untracked if name and name != ledger_path]
     small = [name for name in names if os.lstat(ROOT / name).st_size <= MAX_FILE]
@@ -323,9 +323,11 @@ def append(row):
     """Append a row to the ledger, as one write. Ends the program if the disk fails."""
     try:
         with open(ledger, "a+b", buffering=0) as f:
-            # An editor may have removed the last newline.
-            is_cut = f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) >= 0 and f.read(1) != b"\n"
-            f.write(("\n" * is_cut + dumps(row, allow_nan=False) + "\n").encode())
+            line, size = dumps(row, allow_nan=False) + "\n", f.seek(0, os.SEEK_END)
+            if size:  # an editor may have removed the last newline
+                f.seek(size - 1)
+                line = "\n" * (f.read(1) != b"\n") + line
+            f.write(line.encode())
         to_disk(ledger)
     except OSError as e:
         fail(f"--ledger={ledger}: cannot be written ({e.strerror}); the row was: {dumps(row)}")

@@ -56,6 +56,7 @@ json = False    # print the result as the last line
 
 LEDGER = "sweep.jsonl"
 DERIVED = {"batch_size", "gradient_accumulation_steps"}  # the trainer derives them if batch_size=0
+FROM_AUTO = ("teacher", "sample_prompt")  # the trainer stores what auto stands for
 ENDED = ("finished", "pruned")  # status of trials that are not run again
 ORDER = ("finished", "pruned", "stopped", "failed")  # order of statuses in the table
 VOCABULARY = ("vocab_source", "vocab_size", "max_vocab_size", "data")  # settings that change it
@@ -189,9 +190,9 @@ def refuse_other(sweep, values, folder):
     for path in of_seeds or [of_one]:
         stored = read_json(path, MAX_JSON, {})
         stored |= renamed(stored)  # another program than train.py may use the old names
-        # The trainer stores what it derives for "auto", and the names of targets in its own order.
-        names = {name for name in stored.keys() & values.keys()
-                 if values[name] != "auto" and name != "lora_targets"}
+        # The trainer stores what it derives from FROM_AUTO, and sorts the names of lora_targets.
+        names = stored.keys() & values.keys() - {"lora_targets"}
+        names -= {name for name in FROM_AUTO if values.get(name) == "auto"}
         if values.get("batch_size") == 0:
             names -= DERIVED
         if values.get("teacher") == "auto":  # the student gets a part of the minutes

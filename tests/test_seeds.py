@@ -133,7 +133,7 @@ def test_what_several_seeds_cannot_be_is_one_line(folder, started, words, said):
 
 
 def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_stopped(
-        folder, started, monkeypatch):  # noqa: F811
+        folder, started):  # noqa: F811
     words = ["--data=my.txt", *SMALL, "--teacher=auto", "--seed=5", "--out_dir=taught", "--json"]
     started.ends += [(0, [15])]
     code, out, err = started(*words)

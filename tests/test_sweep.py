@@ -279,7 +279,7 @@ def test_a_trial_that_diverges_does_not_end_the_sweep(tmp_path):
     assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.2", "0.3"]
 
 
-def test_what_a_trainer_derives_is_not_taken_for_another_trial(tmp_path, monkeypatch):
+def test_what_a_trainer_derives_is_not_taken_for_another_trial(tmp_path):
     (tmp_path / "0").mkdir()
     values = {"teacher": "auto", "minutes": 5, "sample_prompt": "auto", "lora_targets": "wv,wq",
               "dim": 64}
@@ -293,6 +293,10 @@ def test_what_a_trainer_derives_is_not_taken_for_another_trial(tmp_path, monkeyp
         sweep.refuse_other(content, values | {"teacher": ""}, tmp_path / "0")
     with pytest.raises(SystemExit):
         sweep.refuse_other(content, values | {"dim": 96}, tmp_path / "0")
+    (tmp_path / "0/config.json").write_text(json.dumps({"dtype": "float32"}))
+    with pytest.raises(SystemExit):  # the trainer stores auto for this setting
+        sweep.refuse_other(content | {"parameters": {"dtype": {"values": ["auto"]}}},
+                           {"dtype": "auto"}, tmp_path / "0")
 
 
 def test_a_choice_that_was_removed_is_one_line(tmp_path):

@@ -420,6 +420,7 @@ def test_clients_at_once(client, server, clients, monkeypatch):
     batches, evaluate = [], llamac.Engine.evaluate
     monkeypatch.setattr(llamac.Engine, "evaluate", lambda self, parts: (
         batches.append(len(parts)), evaluate(self, parts)))
+
     def say(n):
         return client.completions.create(model=("plain", "chat")[n % 2] if n % 4 < 3 else "plain",
                                          prompt=f"A{n}", max_tokens=100, seed=n + 1, stream=True)

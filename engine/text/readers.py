@@ -33,6 +33,7 @@ from engine.untrusted import open_untrusted, reason
 HEAD = 1 << 16    # bytes that identify the kind of a file
 SAMPLE = 1 << 20  # bytes that identify the encoding of a file
 PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # typical unpacked size / packed size
+# the program that unpacks what a class of Python reads
 UNPACKERS = {"GzipFile": "gzip", "BZ2File": "bzip2", "LZMAFile": "xz", "ZstdFile": "zstd"}
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
@@ -92,17 +93,15 @@ def open_unpacked(path):
     return raw, raw
 
 
-def is_packed(path):
-    content, raw = open_unpacked(path)
-    with raw, content:
-        return content is not raw
-
-
 def unpacker(path):
     """Return the name of the program that unpacks a file, "" if it is not packed."""
     content, raw = open_unpacked(path)
     with raw, content:
         return UNPACKERS.get(type(content).__name__, "")
+
+
+def is_packed(path):
+    return bool(unpacker(path))
 
 
 def quoted(path):
@@ -296,11 +295,11 @@ def convert(path, name, problem, copy):
 
     def command(program, what):
         """Return a command for the user's shell, whose new file is read like the old one."""
-        path, source = Path(name), quoted(name)
+        path, source = Path(name), f"{program} < {quoted(name)}"
         if tool := unpacker(name):
-            program, source = f"{tool} -dc < {source} | {program}", ""
+            source = f"{tool} -dc < {quoted(name)} | {program}"
             path = path.with_suffix("") if path.suffix.lower() in PACKED else path
-        return f"{program} {source}".rstrip() + f" > {quoted(path.stem + what + suffix(name))}"
+        return f"{source} > {quoted(path.stem + what + suffix(name))}"
 
     def iconv(words):
         return command(f"iconv {words} -t UTF-8", ".utf8")
@@ -309,9 +308,8 @@ def convert(path, name, problem, copy):
         advice = ("its encoding cannot be determined; if you know it, put it in place of "
                   f"LATIN1: {iconv('-f LATIN1')}")
         if problem.byte == 0:
-            source = "" if unpacker(name) else " <"
-            removed = command(f"tr -d '\\000'{source}", ".clean")
-            advice = f"if it is text, this command removes the zero bytes: {removed}"
+            removing = command("tr -d '\\000'", ".clean")
+            advice = f"if it is text, this command removes the zero bytes: {removing}"
         elif damaged(sample):
             advice = ("it is damaged UTF-8; this command leaves out the damaged bytes: "
                       f"{iconv('-c -f UTF-8')}")

@@ -562,12 +562,12 @@ def limiting_factor(config, state, row, meta):
 def beyond_the_text(config, state, meta):
     """Return words that say what lowers a loss that is limited by the text."""
     words = "more text lowers the loss, more time hardly does"
-    # Where n-grams already write text, models as teachers would add nothing. A teacher itself is
-    # trained with --teacher=.
+    # Where n-grams already write text, models as teachers would add nothing.
     is_taught = config.teacher and (distill.paths(config.teacher)
                                     or distill.written_tokens(config, meta))
-    is_taught = is_taught or "teacher" in config.given
-    if is_taught or "chat_template" in meta or meta["train_tokens"] > distill.MAX_TOKENS:
+    refuses_teachers = "teacher" in config.given and not config.teacher  # as a teacher itself does
+    is_too_large = meta["train_tokens"] > distill.MAX_TOKENS
+    if is_taught or refuses_teachers or is_too_large or "chat_template" in meta:
         return words
     minutes = math.ceil(5 * state["clock"]["seconds"] / 60)  # 3 teachers + 2 for the student
     return f"{words} unless teachers use it: --teacher=auto --minutes={minutes}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configurator import fail
 from engine.formats.layout import TEMPLATE
-from engine.training import checkpoint, distributed
+from engine.training import checkpoint, distributed, resume
 from engine.untrusted import reading
 
 NO_LIMIT = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # clock of a new run without a limit
@@ -244,10 +244,7 @@ def final_message(config, state, gguf, exported, wanted):
     saved = [int(folder.name.removeprefix("step_")) for folder in checkpoint.steps(config.out_dir)]
     text = f"finished: best validation loss {state['best']:.4f}"
     if not is_over(config, state):
-        again = "the same command"
-        if config.init_from == "scratch":  # which would set this run aside
-            again += " without --init_from=scratch"
-        text = f"stopped at iter {state['step']}; {again} continues from "
+        text = f"stopped at iter {state['step']}; {resume.same_command(config)} continues from "
         if state["step"] in saved:
             text += "here"
         else:

@@ -68,6 +68,12 @@ def is_fine_tuning(config):
     return config.init_from not in STARTS
 
 
+def same_command(config):
+    """Return words for the command that continues a run of this command."""
+    sets_aside = config.init_from == "scratch" and "init_from" in config.given
+    return "the same command" + " without --init_from=scratch" * sets_aside
+
+
 def find_start(config):
     """
     Return (the path of the step folder or model that this run starts from, or None for new weights;

@@ -15,7 +15,7 @@ from configurator import fail
 from engine.advice import renamed
 from engine.programs import run_program
 from engine.tracking.redact import redact
-from engine.training import distributed, mode, plan, result, run_folder
+from engine.training import distributed, mode, plan, result, resume, run_folder
 from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
 
@@ -78,7 +78,7 @@ def train_all(config):
     is_anew = config.init_from == "scratch"  # each trainer then sets the run in its folder aside
     for folder in folders.values() if not is_anew else ():
         refuse_other(config, folder)
-    again = "the same command" + " without --init_from=scratch" * is_anew + " continues"
+    again = resume.same_command(config)
     # Runs with the same group share charts in W&B.
     group = os.environ.get("WANDB_RUN_GROUP") or Path(config.out_dir).name
     for number, (seed, folder) in enumerate(folders.items(), 1):
@@ -91,13 +91,13 @@ def train_all(config):
             command += sizes_of(config, folders[config.seed])
         code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
         if signals or code == 130:
-            print(f"stopped at seed {seed}; {again}", file=sys.stderr)
+            print(f"stopped at seed {seed}; {again} continues", file=sys.stderr)
             return 128 + signals[0] if signals else code
         if code:
             fail(f"seed {seed} ended with code {code}; the messages above have the reason, and "
-                 f"{again}")
+                 f"{again} continues")
         if not is_done(result.read(folder)):
-            fail(f"seed {seed} was stopped; {again}")
+            fail(f"seed {seed} was stopped; {again} continues")
     show(config, {seed: result.read(folder) for seed, folder in folders.items()})
     return 0
 

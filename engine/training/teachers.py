@@ -60,7 +60,8 @@ def check(config):
         has = f"teacher={teacher}" if teacher else "no teacher"
         fail(f"--out_dir={config.out_dir}: holds a run with {has}, expected teacher={expected}; "
              f"give another --out_dir")
-    before = read_json(Path(expected.split(",")[0], "config.json"), MAX_JSON, {}).get("minutes")
+    first = folder_of(config) / f"seed{config.seed + 1}"
+    before = read_json(first / "config.json", MAX_JSON, {}).get("minutes")
     wanted = f"{TEACHER_TIME * config.minutes:g}"  # as commands() rounds it
     if config.minutes and isinstance(before, float) and f"{before:g}" != wanted:
         fail(f"--minutes={config.minutes:g}: the teachers in {folder_of(config)} have {before:g} "
@@ -92,16 +93,16 @@ def train_all(config):
     group = os.environ.get("WANDB_RUN_GROUP") or Path(config.out_dir).name
     teachers, student = commands(config, folder)
     say(f"teachers: {COUNT} with other seeds, in {folder}")
-    if code := run(teachers, group):
+    if code := run(teachers, group, config):
         return code
     # With minutes of its own, the student might choose a longer context than the teachers have.
     stored = read_json(folder / f"seed{config.seed + 1}" / "config.json", MAX_JSON, {})
     student += [f"--max_seq_len={stored.get('max_seq_len', config.max_seq_len)}"]
     say(f"the model that learns from them: {config.out_dir}")
-    return run(student, group)
+    return run(student, group, config)
 
 
-def run(command, group):
+def run(command, group, config):
     """
     Run a training, in a group of runs that share charts in W&B. Return its exit code or, like a
     shell, 128 + the number of the signal that asked this process to stop. Ends the program if
@@ -109,6 +110,6 @@ def run(command, group):
     """
     code, signals = run_program(command, {"WANDB_RUN_GROUP": group})
     if code < 0 and not signals:
-        fail(f"a training was killed by signal {-code}, expected it to end by itself; the same "
-             f"command continues")
+        fail(f"a training was killed by signal {-code}, expected it to end by itself; "
+             f"{resume.same_command(config)} continues")
     return 128 + signals[0] if signals else code
