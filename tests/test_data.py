@@ -232,6 +232,30 @@ def test_files_that_are_no_text_are_left_out_when_asked(tmp_path, capfd):
     assert "2 of 2 files can't be read: " in refused(capfd, lambda: call(skip_bad=True))
 
 
+@pytest.mark.parametrize("at", [0, 20, 39])
+def test_one_very_long_document_stays_in_the_training_text(tmp_path, at):
+    texts = [prose(600, n) for n in range(40)]
+    texts[at] = prose(200_000, 99)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    d = data.load(data.prepare(tmp_path / "a.jsonl", "byte", cache=tmp_path / "cache", workers=1,
+                               val_fraction=0.05))
+    val = documents(d.val, d.tokenizer)
+    assert texts[at] not in val and set(val) <= set(texts)
+    assert 0.025 <= d.meta["val_bytes"] / sum(map(len, texts)) <= 0.05
+    assert len(val) + d.meta["train_documents"] == 40
+
+
+def test_if_short_documents_are_too_few_the_longest_one_is_still_trained_on(tmp_path):
+    texts = [prose(100_000, 1), prose(1000, 2), prose(500, 3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    made = functools.partial(data.prepare, vocab_source="byte", cache=tmp_path / "cache", workers=1)
+    d = data.load(made(tmp_path / "a.jsonl", val_fraction=0.2))
+    assert documents(d.val, d.tokenizer) == texts[1:]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": texts[0]}))
+    with pytest.raises(SystemExit):
+        made(tmp_path / "one.jsonl")
+
+
 def test_few_documents_are_split_by_position(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
@@ -275,7 +299,7 @@ def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monk
     assert ["% of the text)" in line
             for line in capfd.readouterr().out.splitlines()] == [False, True]
     assert bytes(whole.val) == bytes(part.val)
-    assert part.meta["whole_bytes"] in range(whole.meta["train_bytes"], os.path.getsize(path))
+    assert part.meta["whole_bytes"] == pytest.approx(whole.meta["train_bytes"], rel=0.02)
     assert 10_000 < part.meta["train_bytes"] < 30_000 and "whole_bytes" not in whole.meta
     found = documents(part.train, part.tokenizer)
     if source == "text":
@@ -292,6 +316,18 @@ def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monk
     assert more.meta == whole.meta | {"source": str(path)}
     assert "expected stories:N" in refused(
         capfd, lambda: data.prepare("stories", cache=tmp_path / "cache", max_text_bytes=9))
+
+
+def test_a_part_of_a_text_is_measured_without_the_other_columns(tmp_path):
+    """Three quarters of this file are not text."""
+    lines = [json.dumps({"text": prose(1000, n), "url": "x" * 3000}) for n in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    made = functools.partial(data.prepare, tmp_path / "a.jsonl", "byte", cache=tmp_path / "cache",
+                             workers=1, val_fraction=0.01)
+    whole = data.load(made()).meta
+    part = data.load(made(max_text_bytes=1_000_000)).meta
+    assert part["train_bytes"] == pytest.approx(1_000_000, rel=0.25)
+    assert part["whole_bytes"] == pytest.approx(whole["train_bytes"], rel=0.02)
 
 
 def test_how_much_text_a_source_holds(tmp_path, capfd):
@@ -1259,6 +1295,24 @@ def test_a_table_without_the_column_does_not_keep_a_source_tree_from_being_read(
     assert data.load(data.prepare(tmp_path / "tree", vocab_source="byte",
                                   cache=tmp_path / "cache")).meta["train_bytes"] > 3000
     assert "of another kind: results.csv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [
+    json.dumps([{"content": prose(3000)}, {"content": prose(3000, 1)}], indent=1),
+    "".join(json.dumps({"content": prose(3000, n)}) + "\n" for n in range(3))])
+def test_records_without_the_column_are_not_taken_for_text(content, tmp_path, capfd):
+    """Like those of a .jsonl file. In a source tree they are text."""
+    (tmp_path / "tree").mkdir()
+    path = tmp_path / "tree/a.json"
+    path.write_text(content)
+    made = functools.partial(data.prepare, vocab_source="byte", cache=tmp_path / "cache", workers=1)
+    line = refused(capfd, lambda: made(path))
+    assert "with the keys content; expected an object with a string under" in line
+    assert data.load(made(path, column="content")).meta["train_bytes"] > 3000
+    (tmp_path / "tree/b.py").write_text("x = 1\n" * 10)
+    assert data.load(made(tmp_path / "tree")).meta["train_bytes"] > 3000
+    path.write_text(json.dumps({"name": "settings", "text size": 9}, indent=1) * 99)  # no records
+    assert data.load(made(path)).meta["train_bytes"] > 3000
 
 
 def test_a_folder_with_a_meta_json_of_its_own_is_one_of_texts(tmp_path):

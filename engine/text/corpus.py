@@ -25,7 +25,7 @@ from engine.formats.chat_template import CHATML
 from engine.text import conversations, readers, stories
 from engine.text.blocks import Unfit, blocks, character_start, listed, progress
 from engine.text.downloads import DOWNLOADS, VALIDATION
-from engine.text.sources import STORY_BYTES
+from engine.text.sources import STORY_BYTES, text_share
 from engine.text.tables import (checked_text, column_names, jsonl_record, jsonl_text,
                                 refuse_doubled)
 from engine.untrusted import NotRegular, open_untrusted, parse_json
@@ -198,11 +198,20 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
     corpus = Corpus(*fields)
     if intake.formats:
         corpus = Conversations(*fields, chat_template=options.chat_template or CHATML)
-    train_bytes = int(corpus.sizes(corpus.rows[corpus.rows[:, 3] & VAL == 0]).sum())
-    if 0 < options.max_text_bytes < train_bytes:
-        corpus.rows = spread(corpus.rows, options.max_text_bytes)
-        corpus.whole_bytes = train_bytes
+    if options.max_text_bytes:
+        share = text_share_of(files, options.column)  # rows of .jsonl hold more than their text
+        train_bytes = int(share * corpus.sizes(corpus.rows[corpus.rows[:, 3] & VAL == 0]).sum())
+        if options.max_text_bytes < train_bytes:
+            corpus.rows = spread(corpus.rows, options.max_text_bytes / share)
+            corpus.whole_bytes = train_bytes
     return corpus
+
+
+def text_share_of(files, column):
+    """Estimate the fraction of the bytes of files that is text."""
+    sizes = [os.path.getsize(path) for path in files]
+    text = sum(size * text_share(Path(path), column) for path, size in zip(files, sizes))
+    return text / max(1, sum(sizes))
 
 
 def story_corpus(count, val_fraction):
@@ -243,7 +252,8 @@ def read_files(source, options, copies, intake):
             found = np.empty((0, 3), np.int64), []
             try:
                 copy = copies / str(number)
-                here, found, done = readers.readable(path, copy, options.column, look)
+                here, found, done = readers.readable(path, copy, options.column, look,
+                                                     in_folder=os.path.isdir(source.text))
                 intake.accept()
                 files[number] = os.path.abspath(here)
                 conversions[done].append(path)
@@ -381,13 +391,15 @@ def hold_out(documents, files, name, fraction, max_bytes):
 
     Whole documents are drawn at random. If they have less than half of the wanted bytes, the end of
     the text becomes the validation split instead, and the document in which it begins is split in
-    two. A document of .jsonl is not split: all of it is held out, even beyond max_bytes. name: name
-    of the source, for messages.
+    two. A document of .jsonl is not split: instead, the smallest documents are held out until they
+    have half of the wanted bytes, even beyond max_bytes, but never the largest one. name: name of
+    the source, for messages.
     """
     sizes = documents[:, 2] - documents[:, 1]
     total = sizes.sum()
     wanted = min(fraction * total, max_bytes)
     order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(documents))
+    order = order[sizes[order] <= wanted]  # a document that is too long does not end the drawing
     drawn = order[np.cumsum(sizes[order]) <= wanted]
     if sizes[drawn].sum() >= wanted / 2:
         documents[drawn, 3] |= VAL
@@ -395,13 +407,15 @@ def hold_out(documents, files, name, fraction, max_bytes):
     ends = np.cumsum(sizes)
     # The document that contains the boundary between the two splits
     first = np.searchsorted(ends, min(total - wanted, total - 1), "right")
-    documents[first:, 3] |= VAL
     file, start, end, _ = documents[first]
     if files[file].endswith(".jsonl"):
-        if not first:
-            raise Unfit(f"{name}: {len(documents)} document(s), and the first holds nearly all of "
-                        "the text; too few to hold some out for validation")
+        if len(documents) < 2:
+            raise Unfit(f"{name}: a single document; too few to hold some out for validation")
+        smallest = np.argsort(sizes, kind="stable")[:-1]
+        count = np.searchsorted(np.cumsum(sizes[smallest]), wanted / 2) + 1
+        documents[smallest[:count], 3] |= VAL
         return documents
+    documents[first:, 3] |= VAL
     boundary = end - int(ends[first] - (total - wanted))  # offset in the file
     with open_untrusted(files[file]) as f:
         f.seek(boundary)

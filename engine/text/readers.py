@@ -164,10 +164,8 @@ def has_documents(path, column):
     except (Unfit, OSError):
         return True
     names = "|".join(map(re.escape, column_names(column)))
-    # The first line starts with { and ends with }, or continues beyond the first HEAD bytes.
-    starts_with_object = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)
     has_column = re.search(f'"({names})"\\s*:\\s*"', text) or conversations.LOOKS.search(text)
-    return bool(has_column and (starts_with_object or is_list(text)))
+    return bool(has_column and is_records(text))
 
 
 def first_characters(first):
@@ -199,17 +197,25 @@ def is_list(text):
     return bool(re.match(r"\s*\[\s*\{", text))
 
 
+def is_records(text):
+    """Return whether the text starts like a JSON list of objects, or like lines of objects."""
+    # The first line starts with { and ends with }, or continues beyond the first HEAD bytes.
+    return is_list(text) or bool(re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text))
+
+
 # ---- from any file to .txt or .jsonl -------------------------------------------------------------
 
-def readable(path, copy, column, scan):
+def readable(path, copy, column, scan, in_folder=True):
     """
     Return (path of a UTF-8 .txt or .jsonl file, result of scan(path), what was done, in words).
 
     The path is that of the file itself or of a copy. copy: path of the copies without their
-    suffixes. Raises Unfit for a file without text, OSError for one that cannot be opened or copied.
+    suffixes. in_folder: whether the user named a folder that holds the file, as a source tree may
+    have .json files that are text like the rest. Raises Unfit for a file without text, OSError for
+    one that cannot be opened or copied.
     """
     try:
-        return read_any(path, copy, column, scan)
+        return read_any(path, copy, column, scan, in_folder)
     except Exception as e:  # for a damaged file, packages may raise any type
         if isinstance(e, Unfit) or isinstance(e, OSError) and e.errno:
             raise
@@ -217,7 +223,7 @@ def readable(path, copy, column, scan):
                     "expected text, or a file that holds some") from e
 
 
-def read_any(path, copy, column, scan):
+def read_any(path, copy, column, scan, in_folder):
     """Do the work of `readable`. A damaged file may raise any exception."""
     here, done = path, []  # the newest copy, and how it was made
 
@@ -232,7 +238,8 @@ def read_any(path, copy, column, scan):
     kind, _, advice = binary_format(first, path).partition("; ")
     if kind:
         raise Unfit(kind, advice or "expected text")
-    has_records = end == ".json" and has_documents(path, column)
+    has_records = end == ".json" and (
+        has_documents(path, column) or not in_folder and is_records(first_characters(first)))
     in_list = has_records and is_list(first_characters(first))
     in_lines = end in LINES or has_records and not in_list
     if is_packed(path):
