@@ -3,12 +3,13 @@ import json
 import os
 import statistics
 import sys
+from pathlib import Path
 
 import pytest
 
 import train
 from configurator import configure, settings
-from engine.training import repeat, seeds, teachers
+from engine.training import checkpoint, repeat, seeds, teachers
 from tests import forked
 from tests.test_repeat import SMALL
 from tests.test_train import ROOT, folder  # noqa: F401
@@ -120,6 +121,16 @@ def test_later_seeds_have_the_sizes_that_the_first_one_derived(
     assert code == 0 and calls[4][-1] == "--out_dir=fixed/seed1338", err
 
 
+def test_a_prompt_that_is_chosen_is_not_another_prompt(folder, started):  # noqa: F811
+    words = ["--data=my.txt", *SMALL, "--seeds=2", "--out_dir=prompted", "--sample_prompt=auto"]
+    for _ in range(2):
+        code, _, err = started(*words)
+        assert code == 0, err
+    assert json.loads((folder / "prompted/seed1337/config.json").read_text())["sample_prompt"]
+    code, _, err = started(*words[:-1], "--sample_prompt=Another")
+    assert code == 2 and "now it is Another" in err
+
+
 @pytest.mark.parametrize("words, said", [
     (["--eval_only"], "--seeds and --eval_only: expected one of them"),
     (["--dry_run"], "--seeds and --dry_run: expected one of them"),
@@ -163,15 +174,25 @@ def test_teachers_of_other_seeds_are_trained_first_and_go_on_where_they_were_sto
     assert "--out_dir=taught-seed8" in started.calls[1]
 
 
-def test_a_run_without_teachers_is_not_taken_for_a_student(folder, started):  # noqa: F811
+def test_a_run_without_teachers_is_not_taken_for_a_student(
+        folder, started, monkeypatch):  # noqa: F811
     words = ["--data=my.txt", "--teacher=auto", "--minutes=1"]
     (folder / "alone").mkdir()
     (folder / "alone/config.json").write_text('{"teacher": ""}')
+    monkeypatch.setattr(checkpoint, "newest", lambda out_dir: Path(out_dir, "checkpoints/step_1"))
     code, out, err = started(*words, "--out_dir=alone")
     assert code == 2 and not started.calls
     expected = ",".join(f"alone-teachers/seed{seed}" for seed in (1338, 1339, 1340))
     assert (f"--out_dir=alone: holds a run with no teacher, expected teacher={expected}; "
             f"give another --out_dir") in err
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_no_obstacle(folder, started):  # noqa: F811
+    (folder / "early").mkdir()
+    (folder / "early/config.json").write_text('{"teacher": ""}')
+    started.ends += [(0, [])] * 2
+    code, _, err = started("--data=my.txt", *SMALL, "--teacher=auto", "--out_dir=early")
+    assert code == 0 and len(started.calls) == 2, err
 
 
 def test_a_student_learns_from_the_teachers_of_its_own_seed(folder, started):  # noqa: F811

@@ -80,8 +80,8 @@ class Contents(NamedTuple):
 def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
     """
     Publish out_dir/checkpoints/step_N and return its path. Then remove all checkpoints except the
-    newest keep_last (0: keep all), the one with the lowest metric, and the one that early_stop
-    would return to.
+    newest keep_last (0: keep all), the one with the lowest metric on each text that the run was
+    trained on, and the one that early_stop would return to.
 
     contents: a Contents; claim(out_dir): called by the master before the first file is written. In
     a sharded run all processes call this. Raises OSError when the disk fails, MemoryError or
@@ -116,10 +116,10 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
         raise
     to_disk(folder)
     write_atomic(Path(out_dir, "latest"), final.name)
-    ranked = by_metric(out_dir)
-    if ranked:
-        write_atomic(Path(out_dir, "best"), ranked[0].name)
-    keep = ranked[:1]
+    best = best_by_data(out_dir)
+    if data_of(final) in best:
+        write_atomic(Path(out_dir, "best"), best[data_of(final)].name)
+    keep = [*best.values()]
     # "best_due": [loss, step] of the best evaluation that counts for early_stop, see note_best
     _, early_stop_step = train.get("state", {}).get("best_due", [math.inf, None])
     if early_stop_step:
@@ -454,10 +454,23 @@ def newest(out_dir):
     return (steps(out_dir) or [None])[-1]
 
 
-def by_metric(out_dir):
-    """Return the complete step folders whose metric was measured, the lowest first."""
+def best_by_data(out_dir):
+    """
+    Return {fingerprint of the data: complete step folder with the lowest metric on them}. A run
+    has several data after a forced resume on another text.
+    """
     found = [(manifest(folder).get("metric"), folder) for folder in steps(out_dir)]
-    return [folder for value, folder in sorted(pair for pair in found if pair[0] is not None)]
+    best = {}
+    for _, folder in sorted(pair for pair in found if pair[0] is not None):
+        best.setdefault(data_of(folder), folder)
+    return best
+
+
+def data_of(folder):
+    """Return the fingerprint of the data of a step folder, "" if it is unknown."""
+    stored = read_json(folder / "config.json", MAX_JSON, {})
+    dataset = stored.get("dataset") if isinstance(stored, dict) else None
+    return str(dataset.get("fingerprint", "")) if isinstance(dataset, dict) else ""
 
 
 def pointer(out_dir, name):

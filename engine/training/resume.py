@@ -2,6 +2,7 @@
 Find where a run starts: from new weights, from its own checkpoint or from another model. Restore
 the settings and the state of a resumed run.
 """
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -262,7 +263,10 @@ def restore(config, folder, signature, opt, is_forced):
         # The same number of tokens, counted in sequences of this run's length.
         sequences = state["sequences"] * before["max_seq_len"] // signature["max_seq_len"]
         if before.get("data", signature["data"]) != signature["data"]:
-            sequences = 0  # new data is read from its beginning
+            # New data is read from its beginning, and its losses are not comparable.
+            sequences = 0
+            state |= {"best": math.inf, "best_step": None, "last": None}
+            state.pop("best_due", None)
         return state | {"fixed": signature, "sequences": sequences}
 
 

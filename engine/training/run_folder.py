@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -287,7 +288,9 @@ def set_aside(out_dir):
     new run. Return the new folder, or None if there was no run. The caller must have claimed
     out_dir.
 
-    Checkpoints are moved last, so that after an interruption the run can still be resumed.
+    Checkpoints are moved last, so that after an interruption the run can still be resumed. The new
+    folder is beside the one that a link leads to, and may be on another disk if out_dir is the root
+    of one: the files are then copied.
     """
     finish(out_dir)
     ours = existing(out_dir) + checkpoint.all_steps(out_dir)
@@ -295,11 +298,13 @@ def set_aside(out_dir):
     if not any(path.name != "log.jsonl" or path.stat().st_size for path in ours):
         return None
     number = 1
-    while (aside := Path(f"{str(out_dir).rstrip('/')}.old{number}")).exists():
+    named = str(out_dir).rstrip("/")
+    named = os.path.realpath(named) if os.path.islink(named) else named
+    while (aside := Path(f"{named}.old{number}")).exists():
         number += 1
     (aside / "checkpoints").mkdir(parents=True)
     with open(aside / MARK, "w", encoding="utf-8") as f:
         write_mark(f)
     for path in ours:
-        os.rename(path, aside / path.relative_to(out_dir))
+        shutil.move(path, aside / path.relative_to(out_dir))
     return aside

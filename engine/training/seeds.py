@@ -51,6 +51,8 @@ def refuse_other(config, folder):
     names = config.given.keys() & stored.keys() - NOT_COMPARED
     if not config.batch_size:  # derived
         names -= {"batch_size", "gradient_accumulation_steps"}
+    if config.sample_prompt == "auto":  # config.json has the prompt that was chosen
+        names -= {"sample_prompt"}
     for name in sorted(names):
         now = redact({name: getattr(config, name)})[name]
         if redact({name: stored[name]})[name] != now:

@@ -11,7 +11,7 @@ from pathlib import Path
 from configurator import fail
 from engine.programs import run_program
 from engine.text import conversations, readers
-from engine.training import distributed, mode, resume
+from engine.training import checkpoint, distributed, mode, resume
 from engine.training.distributed import say
 from engine.untrusted import MAX_JSON, read_json
 
@@ -56,7 +56,7 @@ def check(config):
     # The student could not resume a run with other teachers: say so before any is trained.
     stored = read_json(Path(config.out_dir, "config.json"), MAX_JSON, {})
     teacher, expected = stored.get("teacher", ""), teachers_of(config)
-    if stored and teacher != expected:
+    if stored and teacher != expected and checkpoint.newest(config.out_dir):
         has = f"teacher={teacher}" if teacher else "no teacher"
         fail(f"--out_dir={config.out_dir}: holds a run with {has}, expected teacher={expected}; "
              f"give another --out_dir")
