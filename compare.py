@@ -597,8 +597,9 @@ def side(name):
     if Path(name).exists():
         return Group(name, read_runs(run_folders([name])))
     around = Path(name).parent
-    if around != Path() and around.is_dir():
-        for one in groups_of(read_runs(run_folders([around]))):
+    folders = run_folders([around]) if around.is_dir() else []
+    if any(str(folder).startswith(name.partition(" and ")[0]) for folder in folders):
+        for one in groups_of(read_runs(folders)):
             if one.name == name:
                 return one
     fail(f"{name}: expected a folder of runs, or the name of a group in the table of "
@@ -618,7 +619,7 @@ def check_side(one):
 
 def verdict_sides(folders):
     """Return the two Groups that --verdict compares; exit if there are not two."""
-    if len(folders) == 2:
+    if len(folders) == 2 and not group:
         sides = [side(name) for name in folders]
         for one in sides:
             check_side(one)

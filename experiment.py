@@ -36,7 +36,7 @@ from engine.programs import run_program
 from engine.streams import one_line, outlast, pad, width
 from engine.system import IS_WINDOWS, lock
 from engine.tracking.redact import HIDDEN, redact
-from engine.untrusted import MAX_JSON, parse_json, read_json
+from engine.untrusted import MAX_JSON, parse_json, read_json, reason
 from engine.verdict import judge, sentence
 
 base = "HEAD"       # commit to compare with
@@ -310,13 +310,34 @@ def refuse_other_text(before, now):
 def read_ledger():
     """Return the rows of the ledger; lines that are not rows are left out."""
     rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path(ledger).read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                row = parse_json(line)
-                if isinstance(row, dict) and "decision" in row:
-                    rows.append(row)
+    try:
+        lines = Path(ledger).read_bytes().splitlines()
+    except FileNotFoundError:
+        lines = []
+    except (OSError, ValueError) as e:
+        fail(f"--ledger={ledger}: cannot be read ({reason(e)}); expected a file")
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = parse_json(line)
+            if isinstance(row, dict) and "decision" in row:
+                rows.append(row)
     return rows
+
+
+def check_writable():
+    """End the program if the ledger or a folder can't be written, before anything is trained."""
+    for name, path in ("out_dir", out_dir), ("cache", cache), ("ledger", ledger):
+        try:
+            if name == "ledger":
+                with open(path, "ab") as f:
+                    is_empty = not f.tell()
+                if is_empty:
+                    os.unlink(path)
+            else:
+                Path(path).mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as e:
+            fail(f"--{name}={path}: cannot be written ({reason(e)}); expected a "
+                 f"{'file' if name == 'ledger' else 'folder'}")
 
 
 def append(row):
@@ -488,6 +509,7 @@ def main(hypothesis, flags):
         fail(f"--steps={steps}: expected a number of steps, or 0")
     if seeds < 2:
         fail(f"--seeds={seeds}: expected at least 2, as a single one shows no noise")
+    check_writable()
     row = try_change(hypothesis, flags)
     print(f"{row['decision']}: {one_line(row['why'])}")
     if json:

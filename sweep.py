@@ -549,7 +549,9 @@ class Sweep:
                 continue
             if prune and n == 0:
                 self.report(trial, run)
-            _, values = run.line(self.metric, "iter")
+            steps, values = run.line(self.metric, "iter")
+            if steps.any():  # no model is kept of an evaluation before the first step
+                values = values[steps > 0]
             if len(values):
                 trial.results[number] = float(values.max() if self.sign < 0 else values.min())
             elif trial.status == "finished" and self.metric in run.metrics:  # it has diverged

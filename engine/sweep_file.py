@@ -286,7 +286,7 @@ def macros(values, path):
             "args": [f"--{flag}" for flag in flags], "args_no_hyphens": flags,
             "args_append_hydra": [f"+{flag}" for flag in flags],
             "args_override_hydra": [f"++{flag}" for flag in flags],
-            "args_json": [json.dumps(values)], "args_no_boolean_flags": no_booleans,
+            "args_json": [json.dumps(values, default=str)], "args_no_boolean_flags": no_booleans,
             "args_no_equals": list(itertools.chain.from_iterable(pairs))}
 
 

@@ -611,6 +611,33 @@ def test_groups_of_other_seeds_and_repeated_seeds_are_not_paired(tmp_path):
     )
 
 
+def test_a_verdict_takes_groups_of_the_current_folder_and_of_a_setting(seeds):
+    """As the table and the advice name them."""
+    by_folders = json.loads(compare(seeds, "out/narrow", "out/wide", "--verdict",
+                                    "--json").stdout)["verdict"]
+    here = compare(seeds / "out", "narrow", "wide", "--verdict", "--json")
+    assert json.loads(here.stdout)["verdict"]["difference"] == by_folders["difference"], here.stderr
+    for seed in 1, 2:
+        for name, dim in ("x", 64), ("y", 96):
+            write_run(seeds, f"grid/{name}{seed}", 2 + dim / 1000 + seed / 1e4, seed=seed, dim=dim)
+    done = compare(seeds, "grid", "out/long", "--verdict", "--group=dim", "--json")
+    found = json.loads(done.stdout)["verdict"]
+    assert (found["a"], found["b"]) == ("dim=64 (3)", "dim=96 (2)")
+
+
+def test_the_evaluation_before_the_first_step_is_not_the_best_result(tmp_path):
+    """A fine-tuning that only makes a model worse is not as good as the model before."""
+    for name, rows in ("worse", {0: 1.0, 10: 3.0, 20: 2.5}), ("only", {0: 1.5}):
+        write_run(tmp_path / "out", name, 1.0, seed=1)
+        (tmp_path / "out" / name / "log.jsonl").write_text("".join(
+            json.dumps({"iter": at, "tokens": at, "time": at, "loss/val": loss}) + "\n"
+            for at, loss in rows.items()))
+    found = {row["run"]: row for row in table_in(tmp_path, "--csv", "--single",
+                                                 "--metric=loss/val")}
+    assert found["out/worse"]["best loss/val"] == "2.5"
+    assert found["out/only"]["best loss/val"] == "1.5"
+
+
 def test_a_verdict_on_what_does_not_compare_says_so(seeds):
     done = compare(seeds, "out", "out/wide", "--verdict")
     assert done.returncode == 2

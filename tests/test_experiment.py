@@ -267,6 +267,18 @@ def test_a_ledger_may_be_elsewhere_and_lack_its_last_newline(repository, tmp_pat
         path.write_text(path.read_text().rstrip("\n"))
 
 
+@pytest.mark.parametrize("word", ["--ledger=a_folder", "--ledger=none/here.jsonl",
+                                  "--out_dir=train.py", "--cache=train.py/cache"])
+def test_a_path_that_cannot_be_written_is_named_before_any_run(repository, word):
+    repository.edit("gain = 0.0", "gain = 0.1")
+    (repository.folder / "a_folder").mkdir()
+    err = repository.refuse("a gain", word)
+    assert err.startswith(f"error: {word}: cannot be written (")
+    assert not (repository.folder / "out/experiments/1").exists()
+    if word == "--ledger=a_folder":
+        assert "cannot be read (" in repository.refuse(word)
+
+
 @pytest.mark.parametrize("signum, code", [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_an_experiment_that_is_stopped_is_a_row(repository, signum, code):

@@ -166,6 +166,13 @@ def test_a_command_becomes_the_words_that_the_agent_makes_of_it(form, monkeypatc
                                  values) == (["${no name of a macro}"], {})
 
 
+def test_a_date_may_be_a_value():
+    """YAML reads an unquoted 2026-11-27 as a date."""
+    parameters = yaml.safe_load("{since: 2026-11-27}")
+    words, _ = sweep_file.command_of({"command": ["run", "${args}", "${args_json}"]}, parameters)
+    assert words == ["run", "--since=2026-11-27", '{"since": "2026-11-27"}']
+
+
 def test_what_a_sweep_file_says_is_done(tmp_path):
     """
     The sweep applies its file's command with flags, project, names and target, and the model that
@@ -571,6 +578,19 @@ def test_the_mean_of_several_seeds_decides(tmp_path):
     assert p.returncode == 2
     assert ("o/1: holds a trial with several seeds; give the same --seeds, "
             "or another --out_dir") in err
+
+
+def test_a_model_from_before_the_first_step_does_not_decide(tmp_path):
+    """The trials fine-tune one model, and most values make it worse."""
+    before = json.dumps({"iter": 0, "tokens": 0, "time": 0, "bpb/val": 0.25})
+    program = SEEDED.replace('.write_text(json.dumps({"iter": 1,',
+                             f".write_text({before!r} + chr(10) + json.dumps({{\"iter\": 1,")
+    p = start(tmp_path, program, {"method": "grid", "metric": {"name": "bpb/val"}, "parameters": {
+        "x": {"values": [2.0, 1.0]}, "seed": {"value": 7}}}, "--seeds=2", "--json")
+    out, err = p.communicate()
+    assert p.returncode == 0, out + err
+    found = json.loads(out.splitlines()[-1])
+    assert found["trials"][0]["results"] == {"7": 1.0, "8": 3.0}, (out, program)
 
 
 PRUNABLE = """

@@ -244,10 +244,12 @@ class Run:
     def results(self):
         """
         Return {column of the table: value}, and each metric under its own name: the best value of
-        a validation loss, the last value of any other.
+        a validation loss, the last value of any other. The evaluation before the first step is
+        never the best if there are others: no model of it is kept.
         """
         metrics, evaluations = self.metrics, self.evaluations
         finite = [row for row in evaluations if is_finite(row["loss/val"])]
+        finite = [row for row in finite if row["iter"]] or finite
         last = evaluations[-1] if evaluations else metrics
         best = min(finite, key=lambda row: row["loss/val"], default={})
         best_losses = {k: best[k] for k in LOSSES[1:] if k in best}
