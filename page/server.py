@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
@@ -293,10 +292,11 @@ class Handler(BaseHTTPRequestHandler):
         kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
         if kind.lower() == "bearer" and self.is_token(bearer.strip()):
             return True
-        with contextlib.suppress(CookieError):
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-            return bool(found) and self.is_token(found.value)
-        return False
+        # SimpleCookie would stop at the cookie of another local program that it does not accept.
+        cookies = [cookie.strip().partition("=")
+                   for cookie in self.headers.get("Cookie", "").split(";")]
+        return any(name == self.server.cookie and self.is_token(value)
+                   for name, _, value in cookies)
 
     def read_body(self):
         """Return the request's body, or None (from reply) after sending an error."""

@@ -22,7 +22,8 @@ function parameter(text, like) {
     return isLog ? { min, max, distribution: "log_uniform_values" } : { min, max }
   }
   const parse = word => isNumber ? Number(word) : typeof like === "boolean" ? isTrue(word) : word
-  return { values: text.split(",").map(word => parse(word.trim())) }
+  const words = text.split(",").map(word => word.trim()).filter(word => word !== "")
+  return { values: words.map(parse) }
 }
 
 /** Return [button, text element]. A click requests the text; query() returns the query. */

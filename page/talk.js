@@ -122,15 +122,16 @@ export async function show(main) {
   /** Stream one model's answer, or its continuation, into its side. */
   async function speak(side, isChat) {
     const prompt = text.value, reply = h("span"), begun = performance.now()
-    if (isChat) side.messages.push({ role: "user", content: prompt })
-    else {
+    if (!isChat) {
       side.output.replaceChildren()
       side.messages = []
     }
+    const { messages } = side  // restart() begins another list while this one is answered
+    if (isChat) messages.push({ role: "user", content: prompt })
     const style = "white-space:pre-wrap;overflow-wrap:anywhere"
     side.output.append(h("p", { style }, h("b", {}, prompt), isChat && h("br"), reply))
     const path = isChat ? "v1/chat/completions" : "v1/completions"
-    const input = isChat ? { messages: side.messages } : { prompt }
+    const input = isChat ? { messages } : { prompt }
     const body = { model: side.id, stream: true, ...fields(), ...input }
     let count = 0
     try {
@@ -142,8 +143,8 @@ export async function show(main) {
     } finally {
       // Keep an incomplete answer, but drop a question without one, because roles must alternate.
       if (isChat && reply.textContent) {
-        side.messages.push({ role: "assistant", content: reply.textContent })
-      } else if (isChat) side.messages.pop()
+        messages.push({ role: "assistant", content: reply.textContent })
+      } else if (isChat) messages.pop()
     }
   }
 

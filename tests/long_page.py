@@ -89,7 +89,7 @@ def test_all_views_by_clicks(tmp_path, browser, request):
     script(browser, "document.querySelector('[aria-label=\"Sweep learning_rate\"]').click()")
     browser.find_element(
         "css selector", "input[type=text][aria-label='Sweep learning_rate']"
-    ).send_keys("1e-3, 3e-3, 1e-2")
+    ).send_keys("1e-3, 3e-3, 1e-2,")
     until(lambda: "sweep.py" in text(browser))
     click(browser, "Put into the queue")
     until(lambda: len(browser.find_elements("css selector", ".job[data-state=running]")) == 2)
