@@ -764,7 +764,8 @@ def refuse_foreign(target, format, args, vocabulary):
             tokenizer_bin = target.with_name("tokenizer.bin")
             checks[tokenizer_bin] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
     for path, is_ours in checks.items():
-        if path.is_file() and not is_ours(path):
+        is_device = path.exists() and not path.is_file() and not path.is_dir()
+        if is_device or path.is_file() and not is_ours(path):
             fail(f"{path}: exists and is not known to be an export; move it, or give another "
                  "--path")
 

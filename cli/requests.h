@@ -342,6 +342,7 @@ static Answer *begin_answer(Run *r, const char *line, size_t n, const char *chat
 
 static void end_answer(Run *r, Answer *answer) {
     print_answer(&answer->id, &answer->stream, NULL);
+    report_slide(r, &answer->stream);
     close_stream(r, &answer->stream);
     free(answer->stream.out.s);
     free(answer->id.s);

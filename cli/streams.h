@@ -265,15 +265,20 @@ static void print_out(const Run *r, Stream *s) {
     flush();
 }
 
-// Ends the line of a text. Then reports, once per program run, that a window slid: an earlier
-// report would interrupt the text if stdout and stderr are the same terminal.
-static void end_line(Run *r, const Stream *s) {
-    print_bytes("\n", 1);
-    flush();
+// Reports, once per program run, that the window of a stream slid.
+static void report_slide(Run *r, const Stream *s) {
     if (s->slid && !r->told)
         fprintf(stderr, "the context of %d tokens is full: the oldest tokens are dropped\n",
                 llamac_positions(r->engine));
     r->told |= s->slid;
+}
+
+// Ends the line of a text. Only then reports a slide: an earlier report would interrupt the text if
+// stdout and stderr are the same terminal.
+static void end_line(Run *r, const Stream *s) {
+    print_bytes("\n", 1);
+    flush();
+    report_slide(r, s);
 }
 
 #endif

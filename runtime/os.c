@@ -732,6 +732,11 @@ static void end_by_signal(int number) {
 
 void llamac_begin_program(int *argc, char ***argv) {
     (void)argc, (void)argv;
+    // A stream that the caller has closed stays empty: else the model file would become stdin.
+    int fd;
+    do fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd <= 2);
+    if (fd > 2) close(fd);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGBUS, end_by_signal);
 }

@@ -3,6 +3,7 @@ Model files: llama2.c's formats byte for byte, GGUF as the gguf package reads it
 folders, and damaged files.
 """
 import hashlib
+import os
 import random
 import resource
 import struct
@@ -684,6 +685,18 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
     assert sorted(run.iterdir()) == before
     command(monkeypatch, run, format=format)
     assert sorted(run.iterdir()) == sorted(before + [run / name for name in files])
+
+
+@pytest.mark.parametrize("format", ["gguf", "v2", "html"])
+def test_a_device_or_pipe_is_not_replaced(format, tmp_path, vocabulary, monkeypatch, capsys):
+    """Root could replace even /dev/null."""
+    model = build(dim=32, n_layers=1, n_heads=1, hidden_dim=32, max_seq_len=8)
+    run = save_run(tmp_path / "run", model, vocabulary)
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(SystemExit):
+        command(monkeypatch, run, format=format, path=tmp_path / "pipe.html")
+    assert "pipe.html: exists and is not known to be an export" in capsys.readouterr().err
+    assert (tmp_path / "pipe.html").is_fifo()
 
 
 @pytest.mark.parametrize("format, first", [

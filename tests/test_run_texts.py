@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import shlex
 import subprocess
 from collections import Counter
 
@@ -351,6 +352,27 @@ def test_lines_that_python_refuses_are_refused(run_debug_bin, tmp_path):
     for line, answer in zip(lines, found):
         if "text" in answer:
             assert isinstance(json.loads(line.decode(errors="replace")), dict), line
+
+
+def test_a_request_longer_than_the_context_is_reported(run_bin, model):
+    """Once, on stderr: most of its prompt is dropped."""
+    lines = [json.dumps({"id": i, "prompt": "a b " * size, "max_tokens": 3}).encode()
+             for i, size in enumerate((2, 3000, 3000))]
+    done = subprocess.run([run_bin, model[0], "--jsonl"], input=b"\n".join(lines),
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.count(b"\n") == 3
+    assert done.stderr.count(b"is full: the oldest tokens are dropped") == 1
+
+
+@pytest.mark.parametrize("words", [["-i", "-"], ["--jsonl"], ["--prompts", "-"]])
+def test_a_closed_stdin_is_empty(run_bin, model, words):
+    """The model file must not take its place."""
+    run_on = shlex.join([str(run_bin), str(model[0]), "-n", "5", *words])
+    closed, empty = (subprocess.run(["sh", "-c", f"{run_on} {end}"], capture_output=True, timeout=60)
+                     for end in ("<&-", "</dev/null"))
+    assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout)
+    without_times = [re.sub(rb"[0-9.]+", b"", done.stderr) for done in (closed, empty)]
+    assert without_times[0] == without_times[1]
 
 
 def test_an_answer_comes_while_the_input_is_open(run_bin, model):
