@@ -368,8 +368,9 @@ def test_a_request_longer_than_the_context_is_reported(run_bin, model):
 def test_a_closed_stdin_is_empty(run_bin, model, words):
     """The model file must not take its place."""
     run_on = shlex.join([str(run_bin), str(model[0]), "-n", "5", *words])
-    closed, empty = (subprocess.run(["sh", "-c", f"{run_on} {end}"], capture_output=True, timeout=60)
-                     for end in ("<&-", "</dev/null"))
+    closed, empty = (
+        subprocess.run(["sh", "-c", f"{run_on} {end}"], capture_output=True, timeout=60)
+        for end in ("<&-", "</dev/null"))
     assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout)
     without_times = [re.sub(rb"[0-9.]+", b"", done.stderr) for done in (closed, empty)]
     assert without_times[0] == without_times[1]

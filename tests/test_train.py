@@ -868,7 +868,7 @@ def test_an_old_run_behind_a_link_is_set_aside_on_its_own_disk(folder):
 
 
 def test_a_run_that_fills_a_disk_of_its_own_is_copied_aside(tmp_path, monkeypatch):
-    """Its folder may be the root of a disk, as in a container: nothing can be renamed from there."""
+    """Its folder may be the root of a disk, as in a container: no rename leaves it."""
     def rename(source, target):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
     (tmp_path / "run").mkdir()
