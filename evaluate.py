@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 from configurator import configure, fail  # first: it reports missing packages
@@ -429,6 +430,8 @@ def choose(model, vocabulary, questions, device="cpu"):
     for context, choices in questions:
         rows += encode_choices(model, vocabulary, context, choices)
     sums = log_likelihoods(model, *zip(*rows), device)
+    if not torch.isfinite(sums).all():
+        fail(f"{out_dir}: the log-likelihood of a text is not finite; its weights are broken")
     found = []
     for (_, choices), total in zip(questions, sums.split([len(c) for _, c in questions])):
         lengths = torch.tensor([len(choice) for choice in choices])
@@ -759,6 +762,9 @@ def main():
     if not (perplexity or data or harness or conversations or pairs):
         fail("nothing to evaluate; give --perplexity=FILE, --data=FILE, --harness=FILE, "
              "--conversations=FILE or --pairs=FILE")
+    if wandb_log and (perplexity or harness):
+        print("note: --wandb_log=True logs --data, --conversations and --pairs, not --perplexity "
+              "and --harness", file=sys.stderr)
     torch_device, folder = distributed.setup(device), checkpoint.newest_run(out_dir)
     model, vocabulary = load_model(folder, tokenizer, torch_device)
     if perplexity:

@@ -17,11 +17,12 @@ from configurator import configure, fail  # first: it reports missing packages
 import torch
 
 from engine.debug import inside
+from engine.files import write_atomic
 from engine.training import checkpoint, distributed, hardware, run_folder
 from engine.training.load import load_model
 from engine.streams import without_controls
-from engine.untrusted import read_untrusted
-from page.inside import html
+from engine.untrusted import read_untrusted, reason
+from page.inside import html, is_page_of_ours
 from tokenizer import decode_utf8
 
 out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
@@ -78,9 +79,12 @@ def write_attention(model, vocabulary, text):
     """Write a page that shows the model's computation on a text to the file `attention`."""
     page = html(inside.describe(model, vocabulary, text, out_dir))
     try:
-        Path(attention).write_text(page, encoding="utf-8")
+        if Path(attention).exists() and not is_page_of_ours(attention):
+            fail(f"{attention}: exists and was not written by sample.py; move it, or give another "
+                 "--attention")
+        write_atomic(attention, page)
     except OSError as e:
-        fail(f"--attention={attention}: cannot be written ({e.strerror})")
+        fail(f"--attention={attention}: cannot be written ({reason(e)})")
     print(f"wrote {attention}")
 
 

@@ -31,6 +31,12 @@ draw(document.getElementById("main"), data)</script>
 """
 
 
+def is_page_of_ours(path):
+    """Return whether `html` made this file."""
+    with open(path, "rb") as f:
+        return PAGE.partition("<style>")[0].encode() in f.read(1000)
+
+
 def html(data):
     """
     Return an HTML file with the view and its data. data: the result of inside.describe(); each `<`

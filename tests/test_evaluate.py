@@ -2,6 +2,7 @@
 Test evaluate.py: scores of labelled prompts against sums of log probabilities, reports, W&B,
 multiple choice, perplexity, conversations, and models trained on pairs and conversations.
 """
+import copy
 import json
 import math
 import os
@@ -294,6 +295,11 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(
         with pytest.raises(SystemExit):
             evaluate.read_task(tmp_path / "task.jsonl")
         assert "task.jsonl, line 1: " in capsys.readouterr().err
+    broken = copy.deepcopy(model)
+    broken.norm.weight.data[0] = torch.nan
+    with pytest.raises(SystemExit):
+        evaluate.choose(broken, Bytes(), [question[:2] for question in questions])
+    assert "its weights are broken" in capsys.readouterr().err
     arc = {"text": ["a", "b"], "label": ["A", "B"]}
     for choices in arc, "ab", [["a"], ["b"]], [None, "b"], 3, []:
         (tmp_path / "task.jsonl").write_text(

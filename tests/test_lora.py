@@ -263,6 +263,13 @@ def test_what_an_adapter_has_that_is_not_read_is_refused_by_name(options, said, 
     assert said in refused(capsys, load.read_model, tmp_path / "adapter")
 
 
+def test_an_embedding_that_the_adapter_unties_is_refused(tmp_path, capsys):
+    """In PEFT, the classifier keeps the matrix of the base."""
+    write_theirs(tmp_path, "tied", target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    assert "no longer tied to the embedding" in refused(
+        capsys, load.read_model, tmp_path / "adapter")
+
+
 def test_a_folder_of_adapters_that_is_damaged_is_refused_in_a_line(tmp_path, capsys):
     write_theirs(tmp_path, "untied, biases", target_modules=["q_proj"])
     folder = tmp_path / "adapter"

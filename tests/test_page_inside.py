@@ -140,8 +140,14 @@ def test_sample_writes_one_file_in_which_texts_are_no_script(made, path, tmp_pat
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert "".join(data["tokens"][1:]).replace("<0xC3><0xA9>", "é") == HOSTILE
     write = functools.partial(sample.write_attention, *made, "a")
+    again = shutil.copy(file, tmp_path / "again.html")
+    monkeypatch.setattr(sample, "attention", str(again))
+    write()  # over a page that it has written
+    assert again.read_text() != text
+    (tmp_path / "mine.html").write_text("<!doctype html><title>mine</title>")
     for refuse, attention, prompt, said in (
             (write, f"{tmp_path}/no/x.html", "a", "cannot be written"),
+            (write, f"{tmp_path}/mine.html", "a", "exists and was not written by sample.py"),
             (sample.check_settings, f"{tmp_path}/x.txt", "a", ".html"),
             (sample.check_settings, f"{tmp_path}/y.html", "", "a --prompt to look at")):
         monkeypatch.setattr(sample, "attention", attention)

@@ -89,6 +89,13 @@ def merged(folder, config, state, args):
     with open_weights(path) as weights:
         found = {name: plausible(name, weights.get_tensor(name), path) for name in weights.keys()}
     both = [f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")]
+    trains_embedding = "embed_tokens" in (config.get("modules_to_save") or [])
+    if (args.tied and trains_embedding and both[0] in found and both[1] not in found
+            and not config.get("ensure_weight_tying")):
+        fail(f"{folder}: modules_to_save has embed_tokens without lm_head, so in PEFT the "
+             "classifier is no longer tied to the embedding, which is not supported; expected "
+             "ensure_weight_tying=true, or merge it first, with merge_and_unload() of the package "
+             "peft")
     if args.tied and all(name in found for name in both) and torch.equal(*map(found.get, both)):
         del found[both[1]]  # a second copy of the tied matrix
     ours = {theirs.removesuffix(".weight"): (name, shape)
